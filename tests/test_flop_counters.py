@@ -1,11 +1,13 @@
 """Counters of FLOPs see what they see of the stock model, by class of operator, in forward and in backward."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import hfnn
@@ -54,7 +56,7 @@ def by_user(fn):
 
 
 def by_profiler(fn):
-    with torch.profiler.profile(with_flops=True) as profile:
+    with torch.profiler.profile(with_flops=True, acc_events=True) as profile:
         result = fn()
     total = {}
     for event in profile.key_averages():
@@ -148,7 +150,10 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {"gpt2 sdpa", "llama eager", "images", "encoder"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in MODELS])
 def test_as_stock(name):
     torch.manual_seed(0)
     model, call = MODELS[name]()
@@ -216,6 +221,24 @@ def test_a_second_derivative():
     assert products(ours(q, k, v)) == products(math(q, k, v))
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("counter", [by_mode, by_profiler])
+def test_a_checkpoint_ends_before_its_last_product(counter, bias):
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias)
+    model, x = nn.Sequential(*layers), torch.randn(TOKENS, 16, requires_grad=True)
+    converted = hfnn.convert(copy.deepcopy(model), prefer="memory")
+
+    def step(model, autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = checkpoint(model, x, use_reentrant=False)
+        y.float().sum().backward()
+
+    for autocast in (False, True):
+        ours, stock = (counter(functools.partial(step, m, autocast))[1] for m in (converted, model))
+        assert ours == stock
+
+
 def test_a_counter_changes_no_result():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, TOKENS, 8, requires_grad=True) for _ in range(3))
@@ -239,5 +262,5 @@ def test_nothing_is_counted_without_a_counter(monkeypatch):
     model, call = gpt2("eager")
     hfnn.convert(model, prefer="memory")
     call(model).backward()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         call(model).backward()

@@ -208,6 +208,16 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   const Tensor low = taken || frozen ? Tensor() : shared_cast(*x, dtype);
   const Tensor lasts = lasting(*given, args[1], dtype);
   given = &lasts;
+  node->casts_weight = given->scalar_type() != dtype;
+  const auto save = [&] {
+    if (low.defined()) node->inputs[0].save(low);
+    if (frozen && x->scalar_type() == dtype) node->unread.emplace(*x);
+    // If the cast weight is not kept and no gradient reads it, writes to the weight do not matter.
+    if (!node->casts_weight) node->inputs[1].save(*given, is_parameter(args[1]));
+    if (node->casts_weight && x->requires_grad()) node->inputs[1].refer(*given);
+  };
+  const bool late = profiles_flops();  // as in linear.cpp
+  if (!late) save();
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
@@ -221,12 +231,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
     node->x = Placed(x_low);
     node->weight = Placed(weight);
   }
-  if (low.defined()) node->inputs[0].save(low);
-  if (frozen && x->scalar_type() == dtype) node->unread.emplace(*x);
-  // If the cast weight is not kept and no gradient reads it, writes to the weight do not matter.
-  node->casts_weight = given->scalar_type() != dtype;
-  if (!node->casts_weight) node->inputs[1].save(*given, is_parameter(args[1]));
-  if (node->casts_weight && x->requires_grad()) node->inputs[1].refer(*given);
+  if (late) save();
   node->how = how;
   if (bias->defined()) node->bias_size = bias->sizes().vec();
   node->finish(node, y, ag::collect_next_edges(*x, *given, *bias), false);

@@ -275,29 +275,29 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   const Tensor low = taken ? Tensor() : shared_cast(*x, dtype);
   const Tensor lasts = lasting(*given, args[1], dtype);
   given = &lasts;
-  Tensor y, weight;
+  const Tensor weight = turned ? given->t() : *given;
+  const auto save = [&] {
+    if (!taken && (to_weight || recompute)) node->inputs[0].save(recompute ? *x : low);
+    if (x->requires_grad() || recompute) {
+      Kept& kept = node->inputs[1];
+      weight.scalar_type() == dtype ? kept.save(weight, is_parameter(args[1])) : kept.refer(weight);
+    }
+    if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
+  };
+  // A checkpoint's second forward ends at the last tensor that is saved: as in torch, before the product, which a
+  // profiler counts nevertheless.
+  const bool late = profiles_flops();
+  if (!late) save();
+  Tensor y;
   bool by_columns;
   {
     pybind11::gil_scoped_release no_gil;
     at::AutoDispatchBelowADInplaceOrView below;
-    weight = turned ? given->t() : *given;
     const Tensor x_low = taken ? as(*x, dtype) : low;
     by_columns = !x_low.is_contiguous() && x_low.size(-1) > 1 && rows(x_low).stride(0) == 1;
     y = product(x_low, weight, *bias, dtype);
   }
-  if (to_weight || recompute) {
-    if (!taken && recompute) {
-      node->inputs[0].save(*x);
-    } else if (!taken) {
-      node->inputs[0].save(low);
-    }
-  }
-  if (turned) weight = given->t();  // as a view that autograd knows
-  if (x->requires_grad() || recompute) {
-    Kept& kept = node->inputs[1];
-    weight.scalar_type() == dtype ? kept.save(weight, is_parameter(args[1])) : kept.refer(weight);
-  }
-  if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
+  if (late) save();
   node->dtype = dtype;
   // Only the size decides, not whether a recipe was taken: no bit of a gradient may depend on that.
   const bool wide = worth && autocast && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);

@@ -176,7 +176,7 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
         weight_OI = recipe.cast(weight_OI, dtype)
     low = recipe.cast(x, dtype) if token is None else None
     wide = casts and autocast and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
-    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, wide))
+    return counted.after(_linear_of_torch, _Linear.apply, x, weight_OI, bias, (token, low, dtype, recompute, wide))
 
 
 # Under autocast, by preference: the smallest input for which dropping the casts of input and weight is worth host time.

@@ -53,7 +53,7 @@ def same(a, b):
 
 def products(fn):
     """The number of products that run."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         fn()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
 
