@@ -48,7 +48,7 @@ def both(function, tokens=ROWS):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("tokens", [ROWS, HIDDEN // 2])
+@pytest.mark.parametrize("tokens", [ROWS, pytest.param(HIDDEN // 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("derived", DERIVED)
 @pytest.mark.parametrize("how", WRITES)
 def test_written_after_backward(how, derived, tokens):
@@ -97,7 +97,7 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("create_graph", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("by", ["optimizer", "hand"])
 def test_a_gradient_after_a_write(late, by, create_graph):
@@ -169,7 +169,7 @@ MOVES = {
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", MOVES)
 def test_held_before_modules_write(how, grad):
     """Between forward and backward, too."""
