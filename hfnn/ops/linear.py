@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import nn
 
-from hfnn.core import counted, native, recipe
+from hfnn.core import bits, counted, native, recipe
 from hfnn.core.context import compiling, context
 from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op
@@ -172,7 +172,7 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
         return None
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
-    elif not isinstance(weight_OI, torch.nn.Parameter):  # it may live for this node alone: torch keeps its cast
+    elif not (isinstance(weight_OI, torch.nn.Parameter) or bits.in_checkpoint()):  # as `lasting` in C++
         weight_OI = recipe.cast(weight_OI, dtype)
     low = recipe.cast(x, dtype) if token is None else None
     wide = casts and autocast and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)

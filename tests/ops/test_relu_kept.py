@@ -172,7 +172,6 @@ def test_hooks_that_copy_get_no_uncast_weights(layer):
     assert sizes[1] <= sizes[0]
 
 
-@compiled
 @pytest.mark.parametrize("layer", [nn.Linear(64, 64), nn.Conv1d(64, 64, 1)])
 def test_a_checkpoint_saves_the_same_of_made_weights_and_of_parameters(layer):
     """Backward outside of functional_call computes the checkpoint again with the parameters."""
