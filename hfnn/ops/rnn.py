@@ -27,6 +27,7 @@ from hfnn.core import bits, counted, recipe
 from hfnn.core.context import autocasting, compiling, context
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, log_once
+from hfnn.ops.linear import wanted
 
 CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 _CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
@@ -63,21 +64,21 @@ class Layer:
         """Steps in the layer's own order, and back."""
         return t.flip(0) if self.reverse else t
 
-    def leaves(self, weights, x, grad: bool) -> list:
-        """The weights as leaves of a graph, of which autocast caches no cast.
+    def leaves(self, weights, x, needs) -> list:
+        """The weights as leaves of a graph, of which autocast caches no cast. needs: which need a gradient.
 
         cuDNN needs them contiguous in one buffer. A module's weights are, but those of one layer do not begin at its
         start.
         """
         if not x.is_cuda or not torch.backends.cudnn.is_acceptable(x):
-            return [w.detach().requires_grad_(grad) for w in weights]
+            return [w.detach().requires_grad_(need) for w, need in zip(weights, needs, strict=True)]
         copies = [w.detach().clone() for w in weights]
         each = (4 if self.bias else 2) + (self.projected > 0)
         with torch.no_grad(), torch.cuda.device_of(x):
             torch._cudnn_rnn_flatten_weight(
                 copies, each, x.shape[-1], _CUDNN_MODES[self.mode], self.hidden, self.projected, 1, False, False
             )
-        return [w.requires_grad_(grad) for w in copies]
+        return [w.requires_grad_(need) for w, need in zip(copies, needs, strict=True)]
 
 
 class _RNN(Function):
@@ -86,7 +87,7 @@ class _RNN(Function):
     @staticmethod
     def forward(ctx, x, layer, count, *states_and_weights):
         states, weights = states_and_weights[:count], states_and_weights[count:]
-        leaves, now, between, y = layer.leaves(weights, x, False), states, [], None
+        leaves, now, between, y = layer.leaves(weights, x, (False,) * len(weights)), states, [], None
         segments = layer.segments(x.shape[0])
         for part in segments:
             y_part, *now = layer.run(layer.seen(x[part]), now, leaves)
@@ -112,6 +113,8 @@ class _RNN(Function):
             raise _explained(error) from None
         weights, states, bounds = rest[:weights], rest[weights : weights + count], rest[weights + count :]
         needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
+        # Of a backward for some tensors only, as in torch.
+        needs = [need and wanted(node) for need, (node, _) in zip(needs, ctx.next_functions, strict=True)]
         if all(dy is None for dy in grads):
             return (None,) * len(ctx.needs_input_grad)
         again = _differentiable if torch.is_grad_enabled() else _by_segments
@@ -134,7 +137,8 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
     """Gradients of x, states and weights."""
     dy, *dstates = grads
     dx = x.new_empty(x.shape) if needs[0] else None  # contiguous, as in torch
-    leaves, dweights = layer.leaves(weights, x, True), [None] * len(weights)
+    weighs = needs[1 + len(states) :]
+    leaves, dweights = layer.leaves(weights, x, weighs), [None] * len(weights)
     segments = layer.segments(x.shape[0])
     before = [states, *zip(*(each.split(1) for each in bounds), strict=True)]
     for part, begin in zip(segments[::-1], before[::-1], strict=True):
@@ -145,12 +149,12 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
             results = layer.run(x_part, begin, leaves)
         given = [None if dy is None else layer.seen(dy[part]), *dstates]
         outputs, given = zip(*((y, d) for y, d in zip(results, given, strict=True) if d is not None), strict=True)
-        wanted = [t for t in (x_part, *begin, *leaves) if t.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        inputs = [t for t in (x_part, *begin, *leaves) if t.requires_grad]
+        found = iter(torch.autograd.grad(outputs, inputs, given, allow_unused=True) if inputs else ())
         if needs[0]:
             dx[part] = layer.seen(next(found))
         dstates = [next(found) if want else None for want in wants]
-        dweights = [_sum(total, next(found)) for total in dweights]
+        dweights = [_sum(total, next(found)) if need else None for total, need in zip(dweights, weighs, strict=True)]
         del results, outputs
     return dx, *(d if need else None for d, need in zip((*dstates, *dweights), needs[1:], strict=True))
 
