@@ -21,6 +21,11 @@ def _layers(program, *kinds):
     return [layer for layer, _ in models.walk(program["model"]) if layer[0] in kinds]
 
 
+def _attention(program):
+    """Layers with torch's own module of attention, which keeps a copy of its input in another order."""
+    return _layers(program, *ATTENTION) or [layer for layer in _layers(program, "padded") if layer[1] == "multihead"]
+
+
 def _calls(program):
     return [step[2] for step in program["steps"] if step[0] == "forward"]
 
@@ -110,9 +115,9 @@ def _recipe_suffers(program, difference):
 
 
 def _kept_suffers(program, difference):
-    """Such a write to what RMSNorm, cross_entropy, or Linear under autocast keeps, where torch keeps a result computed
-    from it."""
-    keeps = _layers(program, "rms_norm", "rms_norm_like", "quick_gelu", *ATTENTION) or _autocast(program)
+    """Such a write to what RMSNorm, cross_entropy, attention, or Linear under autocast keeps, where torch keeps a
+    result computed from it."""
+    keeps = _layers(program, "rms_norm", "rms_norm_like", "quick_gelu") or _attention(program) or _autocast(program)
     keeps = keeps or program["loss"] == "CrossEntropyLoss"
     return bool(keeps) and _unseen_write(program, difference)
 
@@ -271,16 +276,12 @@ def _own_input(program, difference):
     own = own or _says(difference, "hfnn/ops/cross_entropy.py")
     texts = "modified by an inplace operation", "another view of its base has been modified inplace"
     written = _writes_in_place(program) or any(step[0] == "write" for step in program["steps"])
-    return (
-        difference.how == "raises" and _says(difference, *texts) and written and (own or _layers(program, *ATTENTION))
-    )
+    return difference.how == "raises" and _says(difference, *texts) and written and (own or _attention(program))
 
 
 def _attention_strides(program, difference):
     """torch transposes attention's inputs, and its gradient is returned transposed."""
-    return (
-        difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _layers(program, *ATTENTION)
-    )
+    return difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _attention(program)
 
 
 def _depthwise_weights(program, difference):
