@@ -1,5 +1,8 @@
 """The semantic contract (docs/design.md, section 4) for attention, with its features."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +48,25 @@ def test_nothing_is_written_to(features, name):
     assert all(map(torch.equal, results, kept)) and [y._version for y in results] == versions
     assert all(map(torch.equal, given, copies)) and all(map(torch.equal, others, before))
     assert all(map(torch.equal, leaves, made.inputs.values())) and all(x._version == 0 for x in leaves)
+
+
+@names
+@pytest.mark.parametrize("features", DIVERSE[:3], ids="-".join)
+def test_backward_frees_masks_and_lengths(features, name):
+    """The result and its node, which users may hold for long, keep none of the call's other tensors after backward."""
+    made = case(features, name=name).cast(None)
+    made.options = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in made.options.items()}
+    held = [
+        weakref.ref(x) for given in made.options.values() for x in (given if type(given) is tuple else (given,))
+        if isinstance(x, torch.Tensor)
+    ]  # fmt: skip
+    with hfnn.use(name):
+        results = made.call(attention)
+    made.options.clear()
+    sum(y.where(y.isfinite(), 0).sum() for y in results).backward()
+    gc.collect()
+    assert held and results[0].grad_fn is not None
+    assert not any(x() is not None for x in held)
 
 
 @names

@@ -36,6 +36,11 @@ class Tensors(NamedTuple):
     starts_q: torch.Tensor | None = None
     starts_k: torch.Tensor | None = None
 
+    def for_reference(self) -> dict:
+        """Keyword arguments of `reference`, except the mask."""
+        starts = None if self.starts_q is None else (self.starts_q, self.starts_k)
+        return {"alibi": self.slopes, "lengths": self.bounds, "cu_seqlens": starts}
+
 
 class Arguments(NamedTuple):
     """The given options besides query, key and value."""

@@ -43,6 +43,12 @@ def packed(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.
     return _once(mask, ("packed", *shape), lambda: _pack(_narrowed(mask.detach(), shape[3]), shape))
 
 
+def unpacked(packed_bits: torch.Tensor, keys: int) -> torch.Tensor:
+    """The boolean mask (B or 1, H or 1, T or 1, S) of which `packed` returned these bits."""
+    rows = _narrowed(packed_bits, packed_bits.shape[3])
+    return bits.unpack(rows.reshape(-1), (*rows.shape[:3], rows.shape[3] * 8))[..., :keys]
+
+
 def bounds(lengths: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
     """(B, 2) int32: the first key of each batch element, and the one after its last, from 0 to `keys`.
 

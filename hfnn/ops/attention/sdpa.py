@@ -22,6 +22,7 @@ from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
+from hfnn.ops.attention.mask import unpacked
 from hfnn.ops.attention.reference import reference
 from hfnn.ops.linear import wanted
 
@@ -51,7 +52,7 @@ class _Attention(Function):
     """(o, lse). bias and sinks are separate, because they may require gradients. math_dims: `_math_dims`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel, math_dims, stock):
+    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, settings, kernel, math_dims, stock):
         if counted.counting():
             stock.forward(query, key, value, bias)
         batch, heads, queries, _ = query.shape
@@ -70,7 +71,7 @@ class _Attention(Function):
             *numbers, pair, kernel.queue(query),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, bias, sinks, o, lse, sums, pair, *tensors)
-        ctx.numbers, ctx.formula, ctx.kernel, ctx.math_dims, ctx.stock = numbers, formula, kernel, math_dims, stock
+        ctx.numbers, ctx.settings, ctx.kernel, ctx.math_dims, ctx.stock = numbers, settings, kernel, math_dims, stock
         ctx.set_materialize_grads(False)
         return o, lse if sums is None else lse + sums.log()
 
@@ -79,7 +80,7 @@ class _Attention(Function):
         query, key, value, bias, sinks, o, lse, sums, pair, *rest = ctx.saved_tensors
         needs, inputs = ctx.needs_input_grad[:5], (query, key, value, bias, sinks)
         if torch.is_grad_enabled():
-            grads = _again(ctx.formula, inputs, needs, dout, dlse, ctx.numbers)
+            grads = _again(ctx.settings, inputs, needs, dout, dlse, Tensors(*rest), ctx.numbers)
         else:
             if counted.counting():
                 # torch's nodes make only the gradients that this backward wants.
@@ -130,15 +131,18 @@ def _gradients(inputs, needs, o, lse, sums, dout, dlse, tensors, numbers, pair, 
     return dq, dk, dv, dbias, dsinks
 
 
-def _again(formula, inputs, needs, dout, dlse, numbers):
+def _again(settings, inputs, needs, dout, dlse, tensors, numbers):
     """Gradients that can be differentiated again."""
     if numbers.threshold:
         raise RuntimeError("attention with dropout has no second derivative here: call it with dropout_p=0")
 
     given = [dy is not None for dy in (dout, dlse)]
+    settings = settings | tensors.for_reference()
 
-    def asked_for(*inputs):
-        return [y for y, has in zip(formula(*inputs), given, strict=True) if has]
+    def asked_for(query, key, value, bias, sinks):
+        selects = None if tensors.bits is None else unpacked(tensors.bits, key.shape[2])
+        both = reference(query, key, value, selects if bias is None else bias, sinks=sinks, return_lse=True, **settings)
+        return [y for y, has in zip(both, given, strict=True) if has]
 
     return double_backward(asked_for, inputs, needs, [dy for dy in (dout, dlse) if dy is not None])
 
@@ -302,21 +306,16 @@ def _compute(asked, query, key, value, kernel, math_dims):
     if kernel is None:
         return reference(query, key, value, asked.attn_mask, sinks=asked.sinks, return_lse=True, **settings)
     bias = asked.bias(query)
-    selects = asked.attn_mask if bias is None else None
-
-    def formula(query, key, value, bias, sinks):
-        given = selects if bias is None else bias
-        return reference(query, key, value, given, sinks=sinks, return_lse=True, **settings)
-
     numbers, pair = asked.numbers(query.shape[-1]), None
     if asked.dropout_p > 0:
         counters = math.prod(query.shape[:3]) * (-(-key.shape[2] // 8))
         seed, offset, pair = dropout.philox_seed(query, counters)
         numbers = numbers._replace(threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
+    tensors = asked.tensors(query, key)
+    settings |= dict.fromkeys(tensors.for_reference())  # only saved tensors are freed by backward
     return _Attention.apply(
-        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel, math_dims,
-        asked.replaced(bias),
-    )  # fmt: skip
+        query, key, value, bias, asked.sinks, tensors, numbers, pair, settings, kernel, math_dims, asked.replaced(bias)
+    )
 
 
 def _four(x):
