@@ -17,6 +17,7 @@ from hfnn.core.function import Function, drawing
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 _rrelu = torch.rrelu
 
@@ -47,17 +48,21 @@ OP = Op(
 
 class _RReLU(Function):
     @staticmethod
-    def forward(ctx, x, *how):
+    def forward(ctx, x, before, *how):
+        own, link = links(x, before)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(bits.pack(x <= 0))
-        ctx.how = how
-        return _compute(x, *how)
+        ctx.save_for_backward(bits.pack(x <= 0), link)
+        ctx.how, ctx.shape = how, x.shape
+        return _compute(x, *how), own
 
     @staticmethod
-    def backward(ctx, dy):
-        (packed,) = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        packed, link = ctx.saved_tensors
+        if dy is None:
+            return zeros_or_none(dlink, ctx.shape), *(None,) * 5
         # In torch's ops, so it is linear in dy for a second backward, too.
-        return torch.where(bits.unpack(packed, dy.shape), dy * _slopes(dy, *ctx.how), dy), *(None for _ in ctx.how)
+        dx = torch.where(bits.unpack(packed, dy.shape), dy * _slopes(dy, *ctx.how), dy)
+        return flat(dx, link), *(None,) * 5
 
 
 def _compute(x, *how):
@@ -105,7 +110,7 @@ def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, pre
         return _rrelu(input, lower, upper, training)
     seed, offset, _ = philox_seed(input)
     if torch.is_grad_enabled() and input.requires_grad:
-        return _RReLU.apply(input, lower, upper, seed, offset)
+        return _RReLU.apply(input, link_before(input), lower, upper, seed, offset)[0]
     return _compute(input, lower, upper, seed, offset)
 
 
