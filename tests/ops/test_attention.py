@@ -67,3 +67,20 @@ def test_a_trained_bias_keeps_no_more_than_torch(keys):
         hfnn.memory.saved_bytes(lambda f=f: f.scaled_dot_product_attention(q, k, v, bias)).total for f in functions
     )
     assert ours <= stock
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_makes_infinity_of_float32s_lowest_number_in_a_mask(dtype):
+    q, k, v = (torch.randn(2, 2, 17, 8, device=DEVICE) for _ in range(3))
+    bias = torch.randn(17, 17, device=DEVICE, requires_grad=True)
+    hidden = torch.eye(17, device=DEVICE).cumsum(0) == 0
+    hidden[3] = True  # sees no key
+    results = []
+    for f in (hfnn.functional, torch.nn.functional):
+        with torch.autocast(DEVICE, dtype):
+            mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
+            o = f.scaled_dot_product_attention(q, k, v, mask, **({"prefer": "memory"} if f is hfnn.functional else {}))
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), bias)))
+    assert not results[0][0][:, :, 3].any()
+    for ours, stock in zip(*results, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=0.05, atol=0.05)

@@ -115,8 +115,7 @@ class Arguments(NamedTuple):
         return self.cu_seqlens if isinstance(self.cu_seqlens, tuple | list) else (self.cu_seqlens, self.cu_seqlens)
 
     def starts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        both = self.cu_seqlens if isinstance(self.cu_seqlens, tuple | list) else (self.cu_seqlens, self.cu_seqlens)
-        return tuple(starts.to(torch.int32).contiguous() for starts in both)
+        return tuple(starts.to(torch.int32).contiguous() for starts in self.both_starts())
 
     def bias(self, query) -> torch.Tensor | None:
         """The additive mask (B or 1, H or 1, T or 1, S or 1), in a dtype that kernels support."""

@@ -269,6 +269,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str,
     dtype = _dtype(query)
     q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
     mask, *numbers = (None if x is None else x.resolve_neg() for x in (asked.attn_mask, asked.alibi, asked.sinks))
+    mask = mask.to(_dtype(mask)) if mask is not None and ordinary and asked.stock is None else mask
     asked = asked._replace(attn_mask=_mask_in_four(mask, leading, q, k), alibi=numbers[0], sinks=numbers[1])
     problem = asked.problem(q, k, v) if query.dim() == key.dim() == value.dim() >= 2 else "of different dimensions"
     if problem is not None:
