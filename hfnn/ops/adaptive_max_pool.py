@@ -18,6 +18,7 @@ from hfnn.core.function import Function
 from hfnn.core.kernel import Op
 from hfnn.ops import max_pool
 from hfnn.ops.avg_pool import Keeps, sizes_of, takes
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 aten = torch.ops.aten
 # By number of dimensions. One dimension is done as two with a height of 1, as in torch.
@@ -38,7 +39,8 @@ def _begins(inputs: int, outputs: int, d: int, device):
 
 class _AdaptiveMaxPool(Function):
     @staticmethod
-    def forward(ctx, x, sizes):
+    def forward(ctx, x, before, sizes):
+        own, link = links(x, before)
         ctx.set_materialize_grads(False)
         y, at = _FORWARD[len(sizes)](x, sizes)
         ctx.like, ctx.sizes, ctx.strides = Keeps(x), sizes, at.stride()
@@ -47,13 +49,15 @@ class _AdaptiveMaxPool(Function):
             inputs, outputs = x.shape[-d], sizes[-d]
             code = code + unit * (at % inputs - _begins(inputs, outputs, d, x.device))
             at, unit = at // inputs, unit * _largest(inputs, outputs)
-        ctx.save_for_backward(bits.pack(code.to(torch.uint8), max_pool.code_width(unit)))
-        return y
+        ctx.save_for_backward(bits.pack(code.to(torch.uint8), max_pool.code_width(unit)), link)
+        return y, own
 
     @staticmethod
-    def backward(ctx, dy):
-        (packed,) = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        packed, link = ctx.saved_tensors
         like, sizes, dims = ctx.like, ctx.sizes, len(ctx.sizes)
+        if dy is None:
+            return zeros_or_none(dlink, like.shape), None, None
         positions = math.prod(map(_largest, like.shape[-dims:], sizes))
         code, at, unit = bits.unpack(packed, dy.shape, max_pool.code_width(positions), torch.uint8).long(), 0, 1
         for d in range(1, dims + 1):
@@ -62,7 +66,7 @@ class _AdaptiveMaxPool(Function):
             at = at + unit * (code % largest + _begins(inputs, outputs, d, dy.device))
             code, unit = code // largest, unit * inputs
         at = torch.empty_strided(at.shape, ctx.strides, dtype=at.dtype, device=at.device).copy_(at)
-        return _BACKWARD[dims](dy, like.empty(dy.dtype), at).to(like.dtype), None
+        return flat(_BACKWARD[dims](dy, like.empty(dy.dtype), at).to(like.dtype), link), None, None
 
 
 def _adaptive(dims, x, output_size, prefer):
@@ -77,8 +81,9 @@ def _adaptive(dims, x, output_size, prefer):
     if math.prod(map(_largest, inputs, sizes)) > max_pool.LARGEST or not takes(x, prefer):
         return None
     if dims == 1:
-        return _AdaptiveMaxPool.apply(x.unsqueeze(-2), (1, *sizes)).squeeze(-2)
-    return _AdaptiveMaxPool.apply(x, sizes)
+        x, sizes = x.unsqueeze(-2), (1, *sizes)
+    y = _AdaptiveMaxPool.apply(x, link_before(x), sizes)[0]
+    return y.squeeze(-2) if dims == 1 else y
 
 
 def _passes(x, prefer) -> bool:
