@@ -39,7 +39,7 @@ def tracked(items: Iterator, total: int, what: str) -> Iterator:
 
 
 def incomplete(path, records: int) -> int:
-    """1, with a word, if the writer of a data set was not closed; else 0. Prints what was skipped."""
+    """The exit status: 1, with a message, if the writer of a data set was not closed. Prints what was skipped."""
     if not os.path.isdir(path) or not Manifest.path(path).exists():
         return 0
     manifest = Manifest.load(path)
@@ -47,7 +47,8 @@ def incomplete(path, records: int) -> int:
         print(f"  skipped: {text}")
     if manifest.complete:
         return 0
-    print(f"{path}: incomplete: {records} records were committed, and their writer was not closed. Run it again")
+    again = "" if manifest.source is None else ": run the conversion again, and it continues"
+    print(f"{path}: incomplete: {records} records are whole, but their writer was not closed{again}")
     return 1
 
 
@@ -93,16 +94,14 @@ def write(args) -> None:
         show = lambda units: progress.update(task, completed=units)  # noqa: E731
         options = {"skip_bad": args.skip_bad, "allow_empty": args.allow_empty}
         count = convert.write(args.out, source, args.part_bytes, args.compression, args.jobs, show, **options)
-    skipped = Manifest.load(args.out).skipped
-    for title, texts in (("left out", source.left_out), ("skipped", skipped)):
+    said = f"{args.out}: {count} records"
+    for title, texts in (("left out", source.left_out), ("skipped", Manifest.load(args.out).skipped)):
         for text in texts[:SHOWN]:
             print(f"  {title}: {text}")
         if len(texts) > SHOWN:
             print(f"  {title}: {len(texts) - SHOWN} more")
-    said = "".join(
-        f", {len(texts)} {title}" for title, texts in (("left out", source.left_out), ("skipped", skipped)) if texts
-    )
-    print(f"{args.out}: {count} records{said}")
+        said += f", {len(texts)} {title}" if texts else ""
+    print(said)
 
 
 def bench(args) -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import hfnn
 import hfnn.functional as F
-from hfnn.core import counted
+from hfnn.core import flops
 
 CLASSES = {"mm": "product", "addmm": "product", "bmm": "product", "baddbmm": "product", "conv2d": "convolution"}
 TOKENS, VOCABULARY = 48, 300
@@ -45,8 +45,8 @@ def by_mode(fn):
     with FlopCounterMode(display=False) as counter:
         result = fn()
     total = {}
-    for op, flops in counter.get_flop_counts().get("Global", {}).items():
-        add(total, op.__name__, flops)
+    for op, count in counter.get_flop_counts().get("Global", {}).items():
+        add(total, op.__name__, count)
     return result, total
 
 
@@ -258,9 +258,24 @@ def test_nothing_is_counted_without_a_counter(monkeypatch):
         raise AssertionError("no counter is active")
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(counted, name, fail)
+        monkeypatch.setattr(flops, name, fail)
     model, call = gpt2("eager")
     hfnn.convert(model, prefer="memory")
     call(model).backward()
     with torch.profiler.profile(acc_events=True):
         call(model).backward()
+
+
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_a_partial_backward_of_a_recurrent_layer(of):
+    """No gradient is computed that `torch.autograd.grad` does not want."""
+    counts = []
+    for convert in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.GRU(8, 8), torch.randn(16, 2, 8, requires_grad=True)
+        layer = hfnn.convert(nn.Sequential(layer), prefer="memory")[0] if convert else layer
+        y = layer(x)[0].sum()
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(y, x if of == "input" else layer.weight_ih_l0)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import native
 
 
 class Outer(nn.Module):
@@ -27,17 +26,6 @@ CASES = {
     "GroupNorm": lambda: ((nn.Identity(), nn.GroupNorm(2, 8)), _transposed(4, 8, 6)),
     "Linear": lambda: ((nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8).requires_grad_() * 1),
 }
-
-
-@pytest.fixture(params=["C++", "Python"])
-def nodes(request):
-    if request.param == "Python":
-        if native.extension is None:
-            pytest.skip("without the extension, all are in Python")
-        native.extension.enable(False)
-    yield
-    if native.extension is not None:
-        native.extension.enable(True)
 
 
 def backward(parts, x, convert=True, **how):

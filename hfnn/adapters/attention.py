@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hfnn.adapters import masks, rotary, usual, views
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import is_plain, transformed
 from hfnn.core.kernel import forced
@@ -248,7 +248,7 @@ def _is_usual(module, base, query, attention_mask, options) -> bool:
     special = options.get("softcap") is not None or options.get("s_aux") is not None
     if base == "sdpa" and special:  # requested by name; otherwise sdpa raises or warns
         return not views.by_name(getattr(module, "config", None))
-    if query.shape[2] == 1 or counted.watched():  # a step of generation, or a mode that may read values
+    if query.shape[2] == 1 or flops.watched():  # a step of generation, or a mode that may read values
         return True
     return not (attention_mask is None or isinstance(attention_mask, torch.Tensor))
 

@@ -153,9 +153,3 @@ def keeps_whole(x: torch.Tensor) -> None:
     found = getattr(x.grad_fn, "recipe", None)
     if type(found) is OfOutput and x.output_nr == 0 and _hooks(True) is None:
         found.keep(x)
-
-
-def in_checkpoint() -> bool:
-    """Whether a checkpoint of torch sees the tensors that are saved now."""
-    hooks = _hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

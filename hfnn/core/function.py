@@ -7,7 +7,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.written import explained
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
@@ -151,6 +151,14 @@ def _legacy(dy):
     return torch._remove_batch_dim(dy, _LEVEL, 0, 0), 0
 
 
+def wanted(node) -> bool:
+    """Whether this pass of the engine, in a backward, runs the node of an input: a backward may be for some inputs."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # for a leaf whose gradient is returned
+        return True
+
+
 def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], dy: torch.Tensor) -> tuple:
     """Gradients that can be differentiated again, for a backward that runs under create_graph=True.
 
@@ -165,7 +173,7 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
         alias = lambda x: x[...] if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
         inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-        with counted.uncounted(profiled=True):
+        with flops.uncounted(profiled=True):
             outputs = formula(*inputs)
         grads = iter(torch.autograd.grad(outputs, wanted, dy, create_graph=True))
     return tuple(next(grads) if need else None for need in needs)

@@ -15,7 +15,7 @@ import weakref
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.context import context, uncompiled
 from hfnn.core.function import Function
 from hfnn.deferred.recorded import METADATA, name_of
@@ -60,7 +60,7 @@ class Logits(Function):
         if dy is None:
             return (None,) * 5
         given = product.hidden, product.weight, product.bias
-        with counted.instead(torch.nn.functional.linear, *given, needs=needs):
+        with flops.instead(torch.nn.functional.linear, *given, needs=needs):
             if type(dy) is Gradient and dy.parts is not None:
                 return None, None, *dy.of_product(needs)
             return None, None, *product.backward(computed(dy), needs)

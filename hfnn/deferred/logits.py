@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hfnn import functional
-from hfnn.core import counted, kernel
+from hfnn.core import flops, kernel
 from hfnn.core.context import autocasting, context, uncompiled
 from hfnn.deferred.graph import ComputedLogits, DeferredLoss, Logits, Step, computed
 from hfnn.deferred.product import Product, saving_hooks
@@ -41,7 +41,7 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
     and transforms, if `_version` cannot be read (inference tensors), and for arguments that torch would refuse.
     """
     given = [t for t in (hidden, weight, bias) if t is not None]
-    if hidden.is_meta or kernel.forced() == "torch" or counted.watched() or context(*given) is not None:
+    if hidden.is_meta or kernel.forced() == "torch" or flops.watched() or context(*given) is not None:
         return None
     if any(type(t) not in PLAIN or t.is_inference() or not t.is_floating_point() for t in given):
         return None

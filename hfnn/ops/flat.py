@@ -32,7 +32,8 @@ def link_before(x):
 
 def links(x, before):
     """(the link that the Function returns or None, the link that it saves); before: what `link_before` returned."""
-    return (own := x.new_empty(0), own) if before is None else (None, before)
+    own = x.new_empty(0) if before is None else None
+    return own, own if before is None else before
 
 
 class _Flat(Function):

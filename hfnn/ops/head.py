@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import Op, forced, kernels
 
@@ -56,7 +56,7 @@ class Operands:
     def logits(self, tokens: slice, out: torch.Tensor, slab: slice = slice(None)) -> torch.Tensor:
         """Logits of some tokens over the whole vocabulary or a slab of it, in `out`."""
         weight_HV = self.weight[slab].t()
-        with counted.uncounted(profiled=True) if self.again else contextlib.nullcontext():
+        with flops.uncounted(profiled=True) if self.again else contextlib.nullcontext():
             if self.bias is not None:
                 return torch.addmm(self.bias[slab], self.hidden[tokens], weight_HV, out=out)
             torch.mm(self.hidden[tokens], weight_HV, out=out)
@@ -265,7 +265,7 @@ def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool
 
 def counted_as_linear(hidden, weight, bias, needs=None):
     """A context in which FLOPs count as those of the logits, or with `needs` of their gradients."""
-    return counted.instead(torch.nn.functional.linear, hidden, weight, bias, needs=needs)
+    return flops.instead(torch.nn.functional.linear, hidden, weight, bias, needs=needs)
 
 
 def no_autocast(x: torch.Tensor):
@@ -353,7 +353,7 @@ def choose(op: Op, input, weight, bias, target, group, prefer):
 
     With a group, which torch's own ops do not support, it raises ValueError instead.
     """
-    if compiling() or (group is None and (counted.watched() or passes(target.numel(), weight, prefer))):
+    if compiling() or (group is None and (flops.watched() or passes(target.numel(), weight, prefer))):
         return _without(group)
     dtype = product_dtype(input)
     kernel = op.select(input, weight, bias, row=weight.shape[:1], out=dtype, prefer="memory", dtype=dtype)

@@ -19,9 +19,9 @@ import functools
 import torch
 from torch import nn
 
-from hfnn.core import bits, counted, native, recipe
-from hfnn.core.context import compiling, context
-from hfnn.core.function import Function
+from hfnn.core import flops, native, recipe
+from hfnn.core.context import compiling, context, in_checkpoint
+from hfnn.core.function import Function, wanted
 from hfnn.core.kernel import WORTH_ELEMENTS, Op
 from hfnn.core.recipe import as_dtype
 
@@ -115,7 +115,7 @@ def _product(x, weight_OI, bias, dtype):
 
 
 def _product_again(*given, dtype):
-    with counted.uncounted(profiled=True):  # torch has no such product
+    with flops.uncounted(profiled=True):  # torch has no such product
         return _product(*given, dtype)
 
 
@@ -140,14 +140,6 @@ def _ones(dy_RO):
     return dy_RO.new_ones(1, dy_RO.shape[0])
 
 
-def wanted(node) -> bool:
-    """Whether this pass of the engine runs the node of an input."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # for a leaf whose gradient is returned
-        return True
-
-
 def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
     """x @ weight_OI^T + bias, or None if torch's own op must run, or raise."""
     if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_OI.shape[1]:
@@ -166,17 +158,17 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
     if casts and (own_casts and x.dtype not in (dtype, torch.float32) if autocast else not own_casts):
         return None  # as above, or the module and autocast round to different dtypes
     # Recomputed from tensors of the graph. A weight that fully_shard frees again would have to be copied.
-    recompute = recompute and x.requires_grad and not recipe.parameters_may_be_resharded() and not counted.watched()
+    recompute = recompute and x.requires_grad and not recipe.parameters_may_be_resharded() and not flops.watched()
     token = recipe.take(x) if recompute or weight_OI.requires_grad else None
     if token is None and not recompute and not (casts and (x.requires_grad or weight_OI.requires_grad)):
         return None
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
-    elif not (isinstance(weight_OI, torch.nn.Parameter) or bits.in_checkpoint()):  # as `lasting` in C++
+    elif not (isinstance(weight_OI, torch.nn.Parameter) or in_checkpoint()):  # as `lasting` in C++
         weight_OI = recipe.cast(weight_OI, dtype)
     low = recipe.cast(x, dtype) if token is None else None
     wide = casts and autocast and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
-    return counted.after(_linear_of_torch, _Linear.apply, x, weight_OI, bias, (token, low, dtype, recompute, wide))
+    return flops.after(_linear_of_torch, _Linear.apply, x, weight_OI, bias, (token, low, dtype, recompute, wide))
 
 
 # Under autocast, by preference: the smallest input for which dropping the casts of input and weight is worth host time.

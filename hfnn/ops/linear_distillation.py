@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.context import autocasting, context
 from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
@@ -207,7 +207,7 @@ class _LinearDistillation(Function):
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
         counted_T, total = _counted(hidden, target, call)
         loss_T = torch.empty_like(counted_T)
-        with counted.instead(_products, hidden, weight, bias, *teacher):
+        with flops.instead(_products, hidden, weight, bias, *teacher):
             grads = _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, None, needs, call)
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden, target)
         ctx.grads = (*grads, total) if call.ahead else None
@@ -226,12 +226,12 @@ class _LinearDistillation(Function):
             inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
             teacher = (teacher_hidden, *ctx.kept.gathered())
             with torch.enable_grad():
-                with counted.uncounted(profiled=True):
+                with flops.uncounted(profiled=True):
                     loss = _formula(hidden, weight, bias, teacher, target, call)
                 grads = iter(torch.autograd.grad(loss, inputs, dy, create_graph=True))
             return (*(next(grads) if need else None for need in needs), *nothing)
-        if counted.by_mode():
-            counted.backward(
+        if flops.by_mode():
+            flops.backward(
                 nn.functional.linear, needs, hidden.shape, weight.shape, None if bias is None else bias.shape
             )
         # Released: autograd makes them the .grad of the parameters, and nothing else may hold them then.
@@ -240,7 +240,7 @@ class _LinearDistillation(Function):
             counted_T, total = _counted(hidden, target, call)
             dy_T = dy.reshape(-1) if call.reduction == "none" else None
             teacher = (teacher_hidden, *ctx.kept.gathered())
-            with counted.uncounted():
+            with flops.uncounted():
                 grads = (*_gradients(hidden, weight, bias, teacher, counted_T, total, None, dy_T, needs, call), total)
         *grads, total = grads
         factor = None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import cross_entropy, head
@@ -115,7 +115,7 @@ class _LinearLogProbs(Function):
                 raise NotImplementedError("no double backward over a vocabulary shared by a group")
             inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
             with torch.enable_grad():
-                with counted.uncounted(profiled=True):
+                with flops.uncounted(profiled=True):
                     given = (t if t is None else t.to(mean.dtype) for t in (hidden, weight, bias))
                     logits = nn.functional.linear(*given)
                 found = of_logits(logits, target, numbers[1], numbers[0], ignore_index)

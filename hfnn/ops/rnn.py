@@ -23,11 +23,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hfnn.core import bits, counted, recipe
+from hfnn.core import bits, flops, recipe
 from hfnn.core.context import autocasting, compiling, context
-from hfnn.core.function import Function, double_backward
+from hfnn.core.function import Function, double_backward, wanted
 from hfnn.core.kernel import Op, forced, log_once
-from hfnn.ops.linear import wanted
 
 CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 _CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
@@ -145,7 +144,7 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
         x_part = layer.seen(x[part]).detach().requires_grad_(needs[0])
         wants = needs[1 : 1 + len(begin)] if begin is states else (True,) * len(begin)
         begin = [t.detach().requires_grad_(want) for t, want in zip(begin, wants, strict=True)]
-        with torch.enable_grad(), layer.as_forward(), counted.uncounted(profiled=True):
+        with torch.enable_grad(), layer.as_forward(), flops.uncounted(profiled=True):
             results = layer.run(x_part, begin, leaves)
         given = [None if dy is None else layer.seen(dy[part]), *dstates]
         outputs, given = zip(*((y, d) for y, d in zip(results, given, strict=True) if d is not None), strict=True)
@@ -160,7 +159,9 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
 
 
 def _sum(total, part):
-    return total if part is None else part if total is None else total.add_(part)
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)
 
 
 def _differentiable(layer, x, states, bounds, weights, needs, grads):
@@ -197,7 +198,7 @@ def _refusal(module, x, hx) -> str | None:
     """Why torch's own call must run, or None."""
     tensors = (x, *hx, *module._flat_weights)
     why = context(*tensors)
-    if why is not None or counted.watched():
+    if why is not None or flops.watched():
         return why or "a dispatch mode sees every op"
     if any(t is None or t.device != x.device or t.dtype not in (x.dtype, torch.float32) for t in tensors):
         return "takes states and weights on the input's device and of its dtype"

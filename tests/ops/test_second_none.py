@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 
 import hfnn
-from hfnn.core import native
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 
 sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
@@ -78,21 +77,10 @@ def test_ops(op):
 QUICK = [act if act in (None, "relu", "silu") else pytest.param(act, marks=pytest.mark.slow) for act in ACTIVATIONS]
 
 
-@pytest.fixture(params=["C++", "Python"])
-def rooms(request):
-    if request.param == "Python":
-        if native.extension is None:
-            pytest.skip("without the extension, all are in Python")
-        native.extension.enable(False)
-    yield
-    if native.extension is not None:
-        native.extension.enable(True)
-
-
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("act", QUICK)
-def test_batch_norm_act(act, training, residual, rooms):
+def test_batch_norm_act(act, training, residual, nodes):
     def stock(x, weight, bias, *residual):
         y = F.batch_norm(x, torch.zeros(8), torch.ones(8), weight, bias, training)
         return _activated(y + residual[0] if residual else y, act, 0.01)

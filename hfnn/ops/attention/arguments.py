@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hfnn.core import counted
+from hfnn.core import flops
 from hfnn.ops.attention import mask
 from hfnn.ops.attention.products import Stock
 
@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     @property
     def ordinary(self) -> bool:
         """Whether torch's own op has arguments for all of it, and counts as what it replaces."""
-        if self.stock is not None and self.stock.explicit and counted.by_mode():
+        if self.stock is not None and self.stock.explicit and flops.by_mode():
             return False
         return (
             self.window is None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from hfnn.core import counted
+from hfnn.core import flops
 
 _aten = torch.ops.aten
 _FUSED = {
@@ -32,13 +32,13 @@ class Stock(NamedTuple):
     def forward(self, query, key, value, bias) -> None:
         """Count the products of forward."""
         given, shape = self._given(query, key, value, (False,) * 3), None if bias is None else (1,)
-        counted.forward(functools.partial(_formula, self._fused(given)), *(x.shape for x in given), shape)
+        flops.forward(functools.partial(_formula, self._fused(given)), *(x.shape for x in given), shape)
 
     def backward(self, query, key, value, bias, needs) -> None:
         """Count those of backward for the gradients that are needed."""
         given = self._given(query, key, value, needs)
         shapes = *(x.shape for x in given), None if bias is None else (1,)
-        counted.backward(functools.partial(_formula, self._fused(given)), needs[:4], *shapes)
+        flops.backward(functools.partial(_formula, self._fused(given)), needs[:4], *shapes)
 
     def both(self, query, key, value) -> None:
         """Count those of forward and of a backward, where an op of torch runs that a profiler does not count."""
@@ -49,7 +49,7 @@ class Stock(NamedTuple):
     def _given(self, query, key, value, needs) -> list:
         """Tensors like stock's, on the same device, almost without memory."""
         given, shapes = (query, key, value), self.shapes or (query.shape, key.shape, value.shape)
-        with counted.uncounted(profiled=True):
+        with flops.uncounted(profiled=True):
             return [
                 x.new_empty(shape[-2:]).expand(shape).requires_grad_(need)
                 for x, shape, need in zip(given, shapes, needs, strict=False)
@@ -60,7 +60,7 @@ class Stock(NamedTuple):
         query, key, value = given
         if self.explicit:
             return None
-        with counted.uncounted(profiled=True), torch.enable_grad():
+        with flops.uncounted(profiled=True), torch.enable_grad():
             rows = query.shape[-2], key.shape[-2]
             dense = query.new_empty(rows[1], requires_grad=self.trained).expand(rows) if self.dense else None
             number = torch._fused_sdp_choice(

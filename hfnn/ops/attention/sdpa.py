@@ -15,16 +15,15 @@ import math
 
 import torch
 
-from hfnn.core import counted, native
+from hfnn.core import flops, native
 from hfnn.core.context import compiling
-from hfnn.core.function import Function, double_backward
+from hfnn.core.function import Function, double_backward, wanted
 from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
 from hfnn.ops.attention.mask import unpacked
 from hfnn.ops.attention.reference import reference
-from hfnn.ops.linear import wanted
 
 _torch = torch.nn.functional.scaled_dot_product_attention
 _HALVES = (torch.bfloat16, torch.float16)
@@ -53,7 +52,7 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, settings, kernel, math_dims, stock):
-        if counted.counting():
+        if flops.counting():
             stock.forward(query, key, value, bias)
         batch, heads, queries, _ = query.shape
         fresh = query.new_empty if tensors.starts_q is None else query.new_zeros  # rows of no sequence stay 0
@@ -82,7 +81,7 @@ class _Attention(Function):
         if torch.is_grad_enabled():
             grads = _again(ctx.settings, inputs, needs, dout, dlse, Tensors(*rest), ctx.numbers)
         else:
-            if counted.counting():
+            if flops.counting():
                 # torch's nodes make only the gradients that this backward wants.
                 asked = [need and wanted(node) for need, (node, _) in zip(needs[:3], ctx.next_functions, strict=False)]
                 ctx.stock.backward(query, key, value, bias, (*asked, needs[3]))
@@ -233,7 +232,7 @@ def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_to
     mask, p, causal, scale, gqa = asked[:5]
     enough = ordinary and (suffices(query, mask, p, prefer) or (as_torch and _few_keys(query, mask, p)))
     query, key, value = _joined(query, key, value)
-    if enough and asked.stock is not None and asked.stock.explicit and counted.counting():
+    if enough and asked.stock is not None and asked.stock.explicit and flops.counting():
         asked.stock.both(query, key, value)
     if enough and mask is None:
         return backends.plain(query, key, value, p, causal, scale, gqa), None
@@ -290,7 +289,7 @@ def _math_dims(asked, query) -> int:
 
 
 def _select(asked, query, key, value, ordinary, prefer):
-    if counted.watched():
+    if flops.watched():
         return None
     if (asked.alibi is not None and asked.alibi.requires_grad) or asked.dropout_p == 1:
         if forced() not in (None, "torch"):
