@@ -111,8 +111,9 @@ def load(
     names = {id(tensor): name for name, tensor in parameters.items()}
     owned = states.owned_by_each(optimizers, names)
     groups = _read_groups(path, saved, ranks) if optimizers else []
-    _check(path, targets, saved, owned if optimizers else None, groups, ranks)
-    kept = states.wanted_states((n for of in owned for group in of for n in group), parameters, saved)
+    kept = states.saved_states((name for group in groups for name in group["params"]), saved)
+    _check(path, targets, saved, optimizers, owned, kept, groups, ranks)
+    kept = states.to_read_into(kept, {n: parameters[n] for of in owned for group in of for n in group})
     extra = f"extra.{ranks.rank}" if f"extra.{ranks.rank}" in saved else "extra.0"
     values = {f"optimizer.{name}.{key}": value for name, found in kept.items() for key, value in found.items()}
     entries = {**targets, **values, extra: None}
@@ -289,22 +290,22 @@ def _read_groups(path: Path, saved: dict, ranks: "_Ranks") -> list[dict]:
     return list(found.values())
 
 
-def _check(path, targets: dict, saved: dict, owned: list | None, groups: list[dict], ranks: "_Ranks") -> None:
+def _check(path, targets, saved, optimizers, owned, kept, groups, ranks: "_Ranks") -> None:
     """Raises ValueError, on all ranks, if the saved data does not match the data to load."""
-    missing, shapes = states.misfits(targets, saved)
-    optimized = [f"optimizer.{name}" for of in owned or () for group in of for name in group]
+    missing, others = states.misfits(targets, saved)
+    optimized = [f"optimizer.{name}" for of in owned for group in of for name in group]
     stepped = {f"optimizer.{name}" for group in groups for name in group["params"]}
     missing += [key for key in optimized if key not in stepped]
-    found = ranks.everybody((missing, shapes, [*targets, *optimized]))
+    for one, of in zip(optimizers, owned, strict=True):
+        others += states.optimizer_misfits(one, of, kept, groups)
+    found = ranks.everybody((missing, others, [*targets, *optimized]))
     here = {key for *_, keys in found for key in keys}
-    there = [key for key in saved if key.startswith("model.")] + (sorted(stepped) if owned is not None else [])
-    merged = (sorted({x for of_rank in found for x in of_rank[i]}) for i in (0, 1))
-    missing, shapes = merged
+    there = [key for key in saved if key.startswith("model.")] + (sorted(stepped) if optimizers else [])
+    missing, others = (sorted({x for of_rank in found for x in of_rank[i]}) for i in (0, 1))
     surplus = [key for key in there if key not in here]
-    if owned is not None and not groups:
-        missing, surplus = ["the state of any optimizer", *(key for key in missing if key not in optimized)], surplus
-    message = states.misfit_message(path, missing, surplus, shapes)
-    if message:
+    if optimizers and not groups:
+        missing = ["the state of any optimizer", *(key for key in missing if key not in optimized)]
+    if message := states.misfit_message(path, missing, surplus, others):
         raise ValueError(message)
 
 

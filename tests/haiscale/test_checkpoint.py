@@ -310,35 +310,6 @@ def test_what_cannot_be_pickled_is_an_error_of_the_save(tmp_path):
     assert not names(tmp_path) or checkpoint.latest(tmp_path) is None
 
 
-def test_a_parameter_of_two_optimizers_is_refused(tmp_path):
-    """Their states would have the same keys."""
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(model.parameters()), torch.optim.Adam([model.bias])]
-    with pytest.raises(ValueError, match=r"bias is in two optimizers, SGD and Adam: save"):
-        checkpoint.save(tmp_path, model, optimizers, step=1)
-    assert not names(tmp_path)
-    checkpoint.save(tmp_path, model, optimizers[0], step=1)
-    with pytest.raises(ValueError, match=r"bias is in two optimizers, SGD and Adam: save"):
-        checkpoint.load(tmp_path, model, optimizers)
-
-
-def test_optimizers_that_do_not_fit(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    first, second = ([*layer.parameters()] for layer in model)
-    checkpoint.save(
-        tmp_path, model, torch.optim.SGD([{"params": first, "lr": 1.0}, {"params": second}], lr=0.5), step=1
-    )
-    with pytest.raises(ValueError, match=r"0.bias, optimizer.0.weight of it are not here"):
-        checkpoint.load(tmp_path, model, torch.optim.SGD(second))
-    with pytest.raises(
-        ValueError, match=r"0.weight and 1.weight are in one group of SGD, but were saved with other opt"
-    ):
-        checkpoint.load(tmp_path, model, torch.optim.SGD(model.parameters()))
-    checkpoint.save(tmp_path, model, step=2)
-    with pytest.raises(ValueError, match="the state of any optimizer is not in it"):
-        checkpoint.load(tmp_path, model, torch.optim.SGD(model.parameters()))
-
-
 def test_a_failure_of_the_thread_is_raised(tmp_path):
     """By the future, and by the next save; the save after that succeeds."""
     (tmp_path / "file").touch()
