@@ -265,8 +265,8 @@ def _memory(x):
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         raise ValueError(
-            f"expected a contiguous tensor on the CPU (CUDA tensors: torch.distributed with the backend 'hfreduce'), "
-            f"of one of {', '.join(map(str, DTYPES))}; got {_told(x)} on "
+            "expected a contiguous tensor on the CPU, not lazily negated (CUDA tensors: torch.distributed with the "
+            f"backend 'hfreduce'), of one of {', '.join(map(str, DTYPES))}; got {_told(x)} on "
             f"{x.device}, strides {x.stride() if x.layout == torch.strided else x.layout}"
         )
     return x.data_ptr(), x.numel(), dtype

@@ -57,7 +57,7 @@ def all_reduce_(x, op="sum", group=None, *, dtype=torch.bfloat16, error=None, ho
     Raises ValueError.
     """
     _check(x, op, error)
-    flat, line = x.detach().contiguous().view(-1), Wire(group, dtype, hosts)
+    flat, line = x.detach().resolve_neg().contiguous().view(-1), Wire(group, dtype, hosts)
     parts = flat.split(_PART)  # while one is sent, the next is encoded
     errors = [None] * len(parts) if error is None else error.view(-1).split(_PART)
     begun = [line.begin(part, op, left) for part, left in zip(parts, errors, strict=True)]

@@ -27,6 +27,7 @@ FAULTS = WORKER.with_name("process_faults.py")
     [
         ("messages", 3),
         ("direct", 3),
+        ("lazy", 3),
         pytest.param("operations", 3, marks=pytest.mark.slow),
         pytest.param("futures", 2, marks=pytest.mark.slow),
         pytest.param("stores", 2, marks=pytest.mark.slow),

@@ -33,11 +33,18 @@ def of(rank, *shape, dtype=torch.float32):
     return torch.randint(0, 9, shape or (5, 7), generator=generator).to(dtype)
 
 
+def negated(x):
+    """The same values in a view that negates its memory when it is read."""
+    return torch.complex(x, -x).conj().imag
+
+
 def layouts(x):
-    """The same values: contiguous, transposed, with gaps, at an odd address."""
+    """The same values: contiguous, transposed, with gaps, lazily negated (floats), at an odd address."""
     yield x.clone()
     yield x.t().contiguous().t()
     yield torch.stack([x, x], -1)[..., 0]
+    if x.dtype is torch.float32:
+        yield negated(x)
     raw = torch.empty(x.nbytes + 16, dtype=torch.uint8)
     view = torch.frombuffer(raw.numpy().data, dtype=x.dtype, count=x.numel(), offset=1).view(x.shape)
     yield view.copy_(x)
@@ -85,6 +92,56 @@ def operations(rank, size, store):
     bases(rank, size)
     reductions(rank, size)
     refusals(rank, size)
+    dist.destroy_process_group()
+
+
+def lazy(rank, size, store):
+    """Lazily negated views, and conjugated ones, as inputs and outputs of every collective and message."""
+    init(rank, size, store)
+    ins, group = [of(r, 6) for r in range(size)], dist.group.WORLD
+    mine, total, whole, right, left = ins[rank], sum(ins), torch.cat(ins), (rank + 1) % size, (rank - 1) % size
+    copies = torch.cat([mine] * size)
+    for call, got, want in (
+        (dist.all_reduce, [mine], [total]),
+        (lambda x, **o: dist.reduce(x, 1, **o), [mine], [total if rank == 1 else mine]),
+        (lambda x, **o: dist.broadcast(x, 1, **o), [mine], [ins[1]]),
+        (lambda x, *out, **o: dist.all_gather(list(out), x, **o), [mine] * (size + 1), [mine, *ins]),
+        (lambda out, x, **o: dist.all_gather_into_tensor(out, x, **o), [copies, mine], [whole, mine]),
+        (lambda out, x, **o: dist.reduce_scatter_tensor(out, x, **o), [mine, whole], [size * mine, whole]),
+        (lambda out, *x, **o: dist.reduce_scatter(out, list(x), **o), [mine, *ins], [size * mine, *ins]),
+        (lambda out, x, **o: dist.all_to_all_single(out, x, **o), [copies, whole], [copies, whole]),
+        (
+            lambda *x, **o: dist.all_to_all(list(x[:size]), list(x[size:]), **o),
+            [*ins, *[mine] * size],
+            [*ins, *[mine] * size],
+        ),
+    ):
+        for later in (False, True):
+            views = [negated(x) for x in got]
+            work = call(*views, async_op=later)
+            if later:
+                work.wait()
+            assert all(map(torch.equal, views, want)), (call, views, want)
+    xs = [negated(mine), negated(of(rank, 2, 3))]
+    with dist.distributed_c10d._coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x)
+    assert torch.equal(xs[0], total) and torch.equal(xs[1], sum(of(r, 2, 3) for r in range(size)))
+    for lazily in (negated, lambda x: torch.complex(x, -x).conj()):
+        sent, out = lazily(mine), lazily(-mine)
+        assert sent.is_neg() or sent.is_conj()
+        for work in (group.send([sent], right, 0), group.recv([out], left, 0)):
+            work.wait()
+        assert torch.equal(out, lazily(ins[left]))
+        group.allreduce([out]).wait()
+        assert torch.equal(out, sum(lazily(x) for x in ins))
+    with pytest.raises(ValueError, match="lazily"):
+        hfreduce.Group(dist.FileStore(f"{store}.direct{rank}", 1), 0, 1).all_reduce_(negated(mine))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}.gloo", rank=rank, world_size=size)
+    gathered = [torch.zeros(6) for _ in ins]
+    dist.all_gather(gathered, negated(mine))  # other backends get what torch gives them
+    assert all(map(torch.equal, gathered, ins))
     dist.destroy_process_group()
 
 

@@ -314,6 +314,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       unlocked);
   hfreduce::bind_arrivals(m);
+  hfreduce::take_lazy_views();
   m.def("operations", &Backend::operations);
   m.def("nbytes", &Backend::nbytes);
   m.def("set_told_by", [](py::function where, py::function why) {

@@ -163,5 +163,6 @@ class Backend : public c10d::Backend {
 };
 
 void bind_arrivals(py::module_& m);  // arrivals.cpp: Arrivals, and collect
+void take_lazy_views();              // lazy.cpp; once in a process
 
 }  // namespace hfreduce
