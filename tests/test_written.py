@@ -65,3 +65,33 @@ def test_other_errors_stay():
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as raised:
         loss.backward()
     assert "hfnn's" not in str(raised.value)
+
+
+class Scaled(nn.Module):
+    """An RMS norm of element-wise ops, of which torch keeps the weight for the gradient of x alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@pytest.mark.parametrize("needs", (False, True))
+def test_weight_of_an_input_without_gradient(needs):
+    x, found = torch.randn(4, 8), []
+    for model in (Scaled(), hfnn.convert(nn.Sequential(Scaled()), prefer="memory")[0]):
+        y = model(x.clone().requires_grad_(needs))
+        with torch.no_grad():
+            model.weight.mul_(2)
+        try:
+            y.square().sum().backward()
+            found.append(model.weight.grad)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            found.append(None)
+    stock, ours = found
+    assert (stock is None) == (ours is None) == needs
+    if not needs:
+        torch.testing.assert_close(ours, stock)

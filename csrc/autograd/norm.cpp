@@ -100,9 +100,10 @@ struct NormRoom : Room {
   }
 
   variable_list gradients(const Tensor& dy) override {
-    const Tensor x = inputs[0].get(), weight = inputs[1].own(), bias = inputs[2].own(), rstd = inputs[4].get();
-    const Tensor x_RC = rows(x, cols), dy_RC = rows(dy, cols);
     const bool to_x = wanted(0), to_weight = wanted(1), to_bias = wanted(2);
+    const Tensor x = inputs[0].get(), bias = inputs[2].own(), rstd = inputs[4].get();
+    const Tensor weight = inputs[1].held() ? inputs[1].stored() : inputs[1].own();
+    const Tensor x_RC = rows(x, cols), dy_RC = rows(dy, cols);
     Tensor dx, dweight, dbias, partials;
     if (to_x) dx = like(x_RC, x_RC.scalar_type());
     if (to_weight) dweight = at::empty_like(weight);
@@ -192,7 +193,9 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
     node->dims = call.dims;
     node->cols = call.cols;
     if (!taken) node->inputs[0].save(x);  // after `forward` has filled a sum, because a hook may copy it
-    keep_parameter(node->inputs[1], *call.weight, call.parameters[0], &Kept::save);
+    // Written as element-wise ops, an RMS norm saves the weight for x's gradient only.
+    const bool saves = table.centre || x.requires_grad();
+    keep_parameter(node->inputs[1], *call.weight, call.parameters[0], saves ? &Kept::save : &Kept::hold);
     keep_parameter(node->inputs[2], *call.bias, call.parameters[1], &Kept::save);
     node->inputs[3].save(mean, true);
     node->inputs[4].save(rstd, true);

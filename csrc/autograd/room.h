@@ -101,6 +101,7 @@ class Kept {
   // What hooks of saved tensors packed it into.
   std::optional<PyObject*> packed() const;
   bool taken() const { return producer_ || token_; }
+  bool held() const { return held_.defined(); }
   // How many nodes run to build it: 0 if it was saved.
   int steps() const { return steps_; }
   bool defined() const { return defined_; }

@@ -38,12 +38,12 @@ def _replaced(owner, name, make):
 
 
 @contextlib.contextmanager
-def _in_python(fault):
+def in_python(fault=None):
     """The fault, with every room in Python, where it is planted."""
     if native.extension is not None:
         native.extension.enable(False)
     try:
-        with fault:
+        with fault or contextlib.nullcontext():
             yield
     finally:
         if native.extension is not None:
@@ -51,7 +51,7 @@ def _in_python(fault):
 
 
 def _plant(name, owner, attribute, make):
-    FAULTS[name] = lambda: _in_python(_replaced(owner, attribute, make))
+    FAULTS[name] = lambda: in_python(_replaced(owner, attribute, make))
 
 
 FAULTS["attention's products not counted in backward"] = lambda: _replaced(
@@ -123,7 +123,7 @@ def _stale_cast():
         key = x.data_ptr(), x.shape, dtype, x.requires_grad
         return casts.setdefault(key, x.to(dtype))
 
-    with _in_python(_replaced(recipe, "cast", lambda _: cast)):
+    with in_python(_replaced(recipe, "cast", lambda _: cast)):
         yield
 
 
@@ -138,7 +138,7 @@ def _kept():
 
         return saved
 
-    with _in_python(_replaced(recipe, "save", make)):
+    with in_python(_replaced(recipe, "save", make)):
         yield
 
 

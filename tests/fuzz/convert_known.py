@@ -301,6 +301,17 @@ def _depthwise_weights(program, difference):
     return same and autocast and any(step[0] == "penalty" for step in program["steps"])
 
 
+PIECEWISE = ("ReLU", "LeakyReLU", "ReLU6", "Hardtanh", "PReLU", "RReLU", "Threshold")
+
+
+def _zero_second(program, difference):
+    """The second derivative of a piecewise linear function is zero; ours is contiguous, torch's has its gradient's
+    strides."""
+    names = {name for layer in _layers(program, "activation", "mlp", "functional") for name in layer[1:2]}
+    penalty = any(step[0] == "penalty" for step in program["steps"][: _at(difference) + 1])
+    return penalty and difference.how == "strides" and bool(names & set(PIECEWISE))
+
+
 def _written_source(program, difference):
     """A write to a source of a rebuilt tensor, whose own gradient a partial backward does not request."""
     steps = program["steps"][: _at(difference) + 1]
@@ -373,7 +384,7 @@ def _limit(name, *predictions) -> Known:
 
 
 KNOWN = (
-    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights),
+    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second),
     _limit("what torch refuses", _batched_refused, _more_than_torch, _writes_refused, _cached_cast),
     _limit("writes to what hfnn keeps", _weight_written, _written_source, _own_input, _weight_of_run_again),
     _limit("writes that nobody sees", _stock_suffers, _recipe_suffers, _kept_suffers, _run_again),
