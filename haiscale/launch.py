@@ -4,37 +4,35 @@
     haiscale.spawn(main, 4, args=(options,))                        # main(local_rank, options), four times
 
 Each rank is a process with torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), on its own cores near its GPU (`haiscale.binding`). Each line of output is prefixed with the rank. When
-one fails, the others get a short time to report, and are then killed. The traceback of the first is shown, and the
-launcher exits with its exit code. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. If the launcher itself is
-killed, Linux kills the ranks.
+MASTER_PORT), on its own cores near its GPU (`haiscale.binding`). A program runs as under torchrun, a function in a
+process of Python's multiprocessing (`haiscale.processes`). Each line of output is prefixed with the rank. When one
+fails, the others get a short time to report, and are then killed. The traceback of the first is shown, and the launcher
+exits with its exit code. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. If the launcher itself is killed,
+Linux kills the ranks.
 """
 
 import argparse
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import random
-import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from functools import partial
+from multiprocessing.connection import wait
 
 from haiscale.binding import Share, shares
 from haiscale.output import Output
+from haiscale.processes import Function, Program, Rank, options_of_python, signal_name
 
 LAST_WORDS = 10.0  # seconds that the other ranks get to report after one has failed
 _PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class RankFailed(RuntimeError):
@@ -65,7 +63,8 @@ def spawn(
     that ranks have to end after a forwarded signal. RankFailed: a rank failed, and why. ValueError: nprocs is less than
     one.
     """
-    ranks = Ranks(fn, args, environment(nprocs), bind_numa=bind_numa, prefix=prefix, grace=grace)
+    output = Output() if prefix else None
+    ranks = Ranks(partial(Function, fn, args), environment(nprocs), output, bind_numa=bind_numa, grace=grace)
     if not join:
         return ranks
     ranks.join()
@@ -92,6 +91,15 @@ def environment(nprocs: int, nnodes: int = 1, node_rank: int = 0, master: str | 
     ]
 
 
+def as_torchrun(variables: dict[str, str]) -> dict[str, str]:
+    """Adds what torchrun also sets, as for a rendezvous at a given address, without restarts."""
+    shared = {"ROLE_NAME": "default", "ROLE_RANK": variables["RANK"], "ROLE_WORLD_SIZE": variables["WORLD_SIZE"]}
+    elastic = {"RUN_ID": "none", "RESTART_COUNT": "0", "MAX_RESTARTS": "0", "USE_AGENT_STORE": "False"}
+    elastic["SIGNALS_TO_HANDLE"] = ",".join(number.name for number in _PASSED_ON)
+    nccl = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+    return variables | shared | {f"TORCHELASTIC_{key}": value for key, value in elastic.items()} | nccl
+
+
 def _free_port() -> int:
     """A free port below the range that Linux uses for outgoing connections."""
     while True:
@@ -101,58 +109,19 @@ def _free_port() -> int:
             return port
 
 
-@dataclass
-class _Rank:
-    """One process, seen from its parent."""
-
-    number: int
-    process: multiprocessing.process.BaseProcess
-    report: Connection
-    failed_at: float | None = None
-    seen_at: float = field(default_factory=time.monotonic)  # alive
-    error: str = ""  # the last line of the traceback
-    traceback: str = ""
-
-    def listen(self) -> None:
-        """Reads the rank's report, if there is one."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.report.poll():
-                self.failed_at, self.error, self.traceback = self.report.recv()
-
-    def look(self) -> None:
-        """Records when it was last seen alive, if it is dead and has not reported its failure itself.
-
-        The time of its death is unknown. Ranks that failed later may have failed because of it, so it comes before
-        them.
-        """
-        now = time.monotonic()
-        self.listen()
-        if self.process.exitcode is None:
-            self.seen_at = now
-        elif self.process.exitcode and self.failed_at is None:
-            self.failed_at = self.seen_at
-
-    def fate(self) -> str:
-        code = self.process.exitcode
-        if self.error:
-            return self.error
-        if code >= 0:
-            return f"ended with exit code {code}"
-        return f"was killed by {_name(-code)}" + ("; dmesg may say why" if code == -signal.SIGKILL else "")
-
-
 class Ranks:
     """Running ranks of this host, created by `spawn`. `processes` has them in order."""
 
-    def __init__(self, fn, args, environments, *, bind_numa=True, prefix=True, grace=30.0):
+    def __init__(self, start, environments, output: Output | None, *, bind_numa=True, grace=30.0):
+        """start(local rank, its environment, pipes for its output): a Rank. output: shows what they write."""
         self._grace, self._asked, self._deadline, self._killed = grace, None, None, []
-        self._ranks: list[_Rank] = []
-        self._output = Output() if prefix else None
+        self._ranks: list[Rank] = []
+        self._output = output
         places = shares(len(environments)) if bind_numa and hasattr(os, "sched_setaffinity") else None
         self._begin = time.monotonic()
         try:
             for local, variables in enumerate(environments):
-                self._start(local, fn, args, variables, places and places[local])
+                self._start(start, local, variables, places and places[local])
         except BaseException:
             self.kill()
             raise
@@ -163,21 +132,15 @@ class Ranks:
     def processes(self) -> list[multiprocessing.process.BaseProcess]:
         return [rank.process for rank in self._ranks]
 
-    def _start(self, local: int, fn, args, variables: dict[str, str], place: Share | None) -> None:
-        report, theirs = multiprocessing.Pipe(duplex=False)
-        number = int(variables["RANK"])
-        pipes = self._output.pipes(number) if self._output else ()
+    def _start(self, start: Callable, local: int, variables: dict[str, str], place: Share | None) -> None:
+        pipes = self._output.pipes(int(variables["RANK"])) if self._output else ()
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads if place else 1))
         } | variables
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(fn, args, local, variables, theirs, pipes, os.getpid()), name=f"rank {number}"
-        )
         with _on(place):
-            process.start()
-        for end in (theirs, *pipes):
+            self._ranks.append(start(local, variables, pipes))
+        for end in pipes:
             end.close()
-        self._ranks.append(_Rank(number, process, report))
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits until all ranks have ended; returns False after `timeout` seconds. Raises RankFailed.
@@ -190,18 +153,20 @@ class Ranks:
                 while running := [rank for rank in self._ranks if rank.process.exitcode is None]:
                     if until is not None and time.monotonic() > until:
                         return False
-                    wait([r.process.sentinel for r in running] + [r.report for r in running if not r.error], 0.1)
+                    wait([wake for rank in running for wake in rank.wakes], 0.1)
                     self._look()
         except BaseException:
             self.kill()
+            self._show_held()
             raise
-        self._look()
         self._end_output()
+        self._look()
         failed = [rank for rank in self._ranks if rank.process.exitcode]
-        if failed and self._asked == signal.SIGINT:
-            raise KeyboardInterrupt
-        if failed:
+        if failed and self._asked != signal.SIGINT:
             raise self._failure(failed)
+        self._show_held()
+        if failed:
+            raise KeyboardInterrupt
         return True
 
     def _look(self) -> None:
@@ -231,12 +196,17 @@ class Ranks:
         if self._output and self._output.is_alive():
             self._output.finish()
 
-    def _failure(self, failed: list[_Rank]) -> RankFailed:
+    def _show_held(self, but: int | None = None) -> None:
+        if self._output:
+            self._output.show_held(but)
+
+    def _failure(self, failed: list[Rank]) -> RankFailed:
         # Ranks that we killed ourselves are not the cause.
         own = [rank for rank in failed if rank.number not in self._killed or rank.traceback] or failed
         first, *others = sorted(own, key=lambda rank: rank.failed_at or 0)
+        self._show_held(but=first.number if first.is_printed else None)
         after = (first.failed_at or self._begin) - self._begin
-        asked = f" after {_name(self._asked)} was passed on to all" if self._asked else ""
+        asked = f" after {signal_name(self._asked)} was passed on to all" if self._asked else ""
         who = f"rank {first.number} (pid {first.process.pid})"
         lines = [f"{who} was the first to fail, {after:.1f} s after the start{asked}:"]
         lines += [first.traceback.rstrip() or f"it {first.fate()}; what it printed is above"]
@@ -282,60 +252,6 @@ def _on(place: Share | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _run(fn, args, local: int, variables: dict, report: Connection, pipes: tuple, parent: int) -> None:
-    """A rank's process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has died meanwhile
-        os._exit(1)
-    os.setsid()  # signals from the terminal go to the parent, which forwards them
-    os.environ.update(variables)
-    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=False):
-        os.dup2(pipe.fileno(), stream.fileno())
-        stream.reconfigure(line_buffering=True)
-        pipe.close()
-    if "torch" in sys.modules:  # unpickling fn has imported it before the environment was set
-        sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    try:
-        fn(local, *args)
-    except Exception as error:
-        text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
-        report.send((time.monotonic(), f"{type(error).__name__}: {error}".splitlines()[0], text))
-        sys.exit(1)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            report.send((time.monotonic(), "", ""))  # shutting down the interpreter takes a while
-        raise
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
-def _own_frames(error: BaseException):
-    """The traceback from the user's first frame on."""
-    frames = error.__traceback__
-    while frames.tb_next and frames.tb_frame.f_globals.get("__name__") in (__name__, "haiscale.launch", "runpy"):
-        frames = frames.tb_next
-    return frames
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # those without a name
-        return f"signal {number}"
-
-
-def _program(local: int, path: str, module: bool, argv: list[str]) -> None:
-    """Does the same as `python path *argv`, or `python -m path *argv`."""
-    sys.argv = [path, *argv]
-    if module:
-        runpy.run_module(path, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, str(Path(path).resolve().parent))
-    runpy.run_path(path, run_name="__main__")
-
-
 def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m haiscale.launch", description="Starts ranks on this host.")
     add = parser.add_argument
@@ -353,7 +269,8 @@ def parse(argv=None) -> argparse.Namespace:
     if not options.module and not os.path.exists(options.program):
         parser.error(f"{options.program}: no such file")
     try:
-        options.environment = environment(options.nproc, options.nnodes, options.node_rank, options.master)
+        found = environment(options.nproc, options.nnodes, options.node_rank, options.master)
+        options.environment = [as_torchrun(variables) for variables in found]
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -361,12 +278,13 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> int:
     options = parse(argv)
-    program = (options.program, options.module, options.arguments)
+    output = Output(hold=True) if options.prefix else None
+    command = [sys.executable, *options_of_python(), "-u", *(["-m"] if options.module else []), options.program]
     try:
-        ranks = Ranks(
-            _program, program, options.environment, bind_numa=options.bind, prefix=options.prefix, grace=options.grace
-        )
-        ranks.join()
+        with tempfile.TemporaryDirectory(prefix="haiscale_launch_") as folder:
+            start = partial(Program, command + options.arguments, folder, output)
+            ranks = Ranks(start, options.environment, output, bind_numa=options.bind, grace=options.grace)
+            ranks.join()
     except RankFailed as failed:
         print(failed, file=sys.stderr)
         return failed.exitcode if failed.exitcode > 0 else 128 - failed.exitcode
