@@ -50,6 +50,12 @@ def me() -> str:
     return f"rank {dist.get_rank()} (host {socket.gethostname()})"
 
 
+def explain(error: Exception, what: str) -> None:
+    """Adds a line to the text of a backend's error, unless a rank has died: this rank, and what it was doing."""
+    if " has died" not in str(error):
+        error.args = (f"{error}\n{me()} {what}",)
+
+
 def path(module: nn.Module, parameter: torch.Tensor) -> str:
     """The names of a parameter or buffer within `module`, and the classes that hold it.
 

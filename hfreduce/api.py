@@ -58,11 +58,11 @@ def explain(op, nbytes, *, ranks=None, hosts=None, device="cpu", peers=True):
 
 
 def where():
-    """Where the main thread is: its innermost frame outside torch and hfreduce, as "train.py:42 in step"."""
+    """Where the main thread is: its innermost frame outside torch and these packages, as "train.py:42 in step"."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "hfreduce", "contextlib", "threading", "importlib"):
+        if package not in ("torch", "hfreduce", "haiscale", "hfnn", "contextlib", "threading", "importlib"):
             code = frame.f_code
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back

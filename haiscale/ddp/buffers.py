@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from haiscale import checks
+
 MESSAGE = 256 << 20  # bytes that are sent at a time, or one tensor
 ALIGNMENT = 16  # bytes, for each tensor in a message
 
@@ -74,4 +76,12 @@ class Buffers:
 
     def synchronise(self, source: int = 0) -> None:
         """Gives them the values of the group's rank `source`."""
-        broadcast(self.all(), self.group, source)
+        try:
+            broadcast(self.all(), self.group, source)
+        except dist.DistBackendError as error:
+            checks.explain(
+                error,
+                "was in a forward of DDP, which begins with a broadcast of buffers: every rank must call it as often, "
+                "in evaluation too; to evaluate on one rank alone, call .module",
+            )
+            raise

@@ -1,5 +1,8 @@
 """The bucket that a communication hook gets: a replacement for torch.distributed.GradBucket, which Python cannot
-create."""
+create. And a way to call a method without keeping its object."""
+
+import weakref
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -36,3 +39,15 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients`."""
         return self._parameters
+
+
+def weakly(method: Callable) -> Callable:
+    """Calls a method while its object is alive, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args):
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from haiscale import checks
 from haiscale.ddp.arrivals import native
 from haiscale.ddp.buckets import CODES, Bucket, cut, flats
-from haiscale.ddp.hooks import GradBucket
+from haiscale.ddp.hooks import GradBucket, weakly
 from haiscale.ddp.sizes import Sizes
 from haiscale.mesh import backend_of, host_groups
 from hfreduce.wire import Wire
@@ -62,11 +62,12 @@ class Reducer:
         self.owed = False  # whether it does if it is of an earlier forward, from before `no_sync`
         self.used = [False] * len(parameters)  # if lenient: which had a gradient here since the last average
         self.ending: weakref.ref | None = None  # what calls `_end` at the end of the backward in progress
+        self.raised = False  # whether the last backward ended without `_end`
         self.begins = {again: _hook(self, again) for again in (False, True)}
         self.next = 0  # the next bucket to start
         self.lock = threading.Lock()  # each device has its own thread in backward
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
-        told = (_weakly(method) for method in (self._queue_end, self._whole, self._late))
+        told = (weakly(method) for method in (self._queue_end, self._whole, self._late))
         self.arrivals = native().Arrivals(len(parameters), *told)
         hooks = [self.arrivals.hook(i) for i in range(len(parameters))]
         self.handles = [p.register_post_accumulate_grad_hook(h) for p, h in zip(parameters, hooks, strict=True)]
@@ -97,24 +98,24 @@ class Reducer:
 
     def arm(self, sync: bool) -> None:
         """Sets whether the next backward averages; no gradient has arrived so far."""
-        self.sync, self.owed, self.next = sync, False, 0
+        self.sync, self.owed, self.next, self.raised = sync, False, 0, False
         self.arrivals.arm()
         for bucket in self.buckets or ():
             bucket.done = False
 
     def _check_finished(self):
-        """Raises for a backward that left out parameters and so was not averaged."""
+        """Raises for a backward that raised or left out parameters, and so was not averaged."""
         counts = self.arrivals.counts if self.sync else ()
-        if not any(counts) or (self.buckets and all(bucket.done for bucket in self.buckets)):
+        if not any(counts) or (not self.raised and self.buckets and all(bucket.done for bucket in self.buckets)):
             return
         self.sync = False  # the model may still be used after the error
         self.settle()
-        missing = [p for p, count in zip(self.parameters, counts, strict=True) if not count and p.requires_grad]
-        if not missing:
+        if self.raised:
             raise ValueError(
-                f"{checks.me()}: the last backward did not come to its end, so its gradients are not averaged; see the "
-                "error that it raised"
+                f"{checks.me()}: the last backward ended in an exception, so its gradients were not averaged: see that "
+                "exception. If all ranks caught it, call zero_grad() and go on with the next forward"
             )
+        missing = [p for p, count in zip(self.parameters, counts, strict=True) if not count and p.requires_grad]
         names = "; ".join(checks.path(self.module, p) for p in missing[:NAMES])
         more = f"; and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
         raise ValueError(
@@ -142,7 +143,8 @@ class Reducer:
             self._queue_end()
 
     def _queue_end(self):
-        end = _weakly(self._end)
+        self.raised = True  # until `_end`
+        end = weakly(self._end)
         self.ending = weakref.ref(end, _ended(weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -173,8 +175,12 @@ class Reducer:
             self.next += 1
 
     def _end(self):
-        """The end of a backward."""
+        """The end of a backward that raised nothing."""
         self.arrivals.begun = False
+        self._finish()
+        self.raised = False
+
+    def _finish(self):
         if self.arrivals.expecting:
             self.arrivals.finish()
         counts = self.arrivals.counts
@@ -387,7 +393,7 @@ class Reducer:
 
 def _hook(reducer, again):
     """A hook of outputs, which may outlive the reducer, and be saved without it."""
-    begin = _weakly(reducer.begin)
+    begin = weakly(reducer.begin)
     return torch.utils.hooks.unserializable_hook(lambda gradient: begin(again))
 
 
@@ -400,18 +406,6 @@ def _ended(reducer):
             found.arrivals.begun = False
 
     return gone
-
-
-def _weakly(method):
-    """Calls a method without keeping the reducer alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args):
-        found = reference()
-        if found is not None:
-            found(*args)
-
-    return call
 
 
 def _remove(handles):

@@ -9,6 +9,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hfnn
+from haiscale import checks
 from haiscale.fsdp.flat import Flat, Parameter
 
 _steps = [0]  # number of steps of all optimizers of this process
@@ -111,8 +112,14 @@ class Unit:
 
     def wait(self) -> None:
         """Waits until the started gather is complete; on a GPU, only later kernels wait."""
-        while self.works:
-            self.works.pop(0).wait()
+        try:
+            while self.works:
+                self.works.pop(0).wait()
+        except dist.DistBackendError as error:
+            checks.explain(
+                error, f"was gathering {self.name} of FSDP: every rank must call it as often, in evaluation too"
+            )
+            raise
 
     def swap_in(self) -> None:
         """Modules have whole parameters from now on."""

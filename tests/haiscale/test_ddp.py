@@ -242,6 +242,9 @@ def test_groups(found):
 MESSAGES = {
     "unused": ["6 of 10 parameters", "branches.1.0.weight (of a Linear)", "never.bias", "find_unused_parameters=True"],
     "more": ["shared.", "number 2 of this step", "use_reentrant=False"],
+    "more_after": (ENDED := ["the last backward ended in an exception", "zero_grad()"]),
+    "raised": ENDED,
+    "raised_late": ENDED,
     "unfrozen": ["0.weight (of a Linear)", "wrap the model again"],
     "shape": ["rank 1 (host", "weight: (4, 16) float32", "rank 0 (host", "weight: (3, 16) float32"],
     "name": ["rank 1 (host", "nothing more", "parameter 1.weight: (1,) float32"],
@@ -281,6 +284,12 @@ def test_without_process_group():
 
     with pytest.raises(ValueError, match=r"haiscale.init\(\)"):
         DDP(torch.nn.Linear(2, 2))
+
+
+def test_evaluation_on_one_rank_alone(tmp_path):
+    ddp, fsdp = ranks.run(FAULTS, "alone", 2, tmp_path)[0]
+    assert "rank 0 (host" in ddp and "a broadcast of buffers" in ddp and "alone, call .module" in ddp, ddp
+    assert "was gathering 0 (Linear) of FSDP" in fsdp and "in evaluation too" in fsdp, fsdp
 
 
 @pytest.mark.parametrize("name", LOST)

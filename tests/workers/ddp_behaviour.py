@@ -1,5 +1,6 @@
 """Cases of tests/workers/ddp.py: the wrapper's other behaviour and messages."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -198,6 +199,30 @@ def error(call):
     return "nothing raised"
 
 
+def raising(rank, place):
+    """The message after a backward that raised at the input of part `place`: at 0 when all averages had begun. The step
+    after it averages."""
+
+    def bomb(gradient):
+        raise ArithmeticError
+
+    model = DDP(made(mlp), find_unused_parameters=place > 0, bucket_cap_mb=0.001)
+    train(model, vectors, 2)
+    hooked = model.module[place].register_forward_pre_hook(
+        lambda _, args: args[0].requires_grad_().register_hook(bomb) and None
+    )
+    with contextlib.suppress(ArithmeticError):
+        loss_of(model(*vectors(0, rank))).backward()
+        raise AssertionError("backward did not raise")
+    hooked.remove()
+    message = error(lambda: model(*vectors(0, rank)))
+    model.zero_grad()
+    loss_of(model(*vectors(0, rank))).backward()
+    grads = [torch.empty_like(model.module[0].weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(grads, model.module[0].weight.grad)
+    return message if torch.equal(*grads) else "not averaged"
+
+
 @case
 def messages(rank, size, store):
     found = {}
@@ -209,6 +234,8 @@ def messages(rank, size, store):
     loss_of(model(*vectors(0, rank))).backward()
     model.module.uses = True
     found["more"] = error(lambda: loss_of(model(*vectors(0, rank))).backward())
+    found["more_after"] = error(lambda: model(*vectors(0, rank)))
+    found["raised"], found["raised_late"] = raising(rank, 2), raising(rank, 0)
     model = mlp()
     model[0].requires_grad_(False)
     model = DDP(model)

@@ -16,6 +16,7 @@ from process_groups import init
 from torch import nn
 
 from haiscale.ddp import DDP
+from haiscale.fsdp import FSDP
 
 CULPRIT, PATIENCE = 1, 2.0  # seconds until a group gives up
 
@@ -92,3 +93,20 @@ def run(rank, size, store, cases):
         os.waitpid(child, 0)
         found[name] = json.loads(story.read_text()) if rank != CULPRIT else float(Path(f"{path}.at").read_text())
     return found
+
+
+def alone(rank, size, store):
+    """The errors on rank 0, which evaluates alone by DDP and by FSDP."""
+    init(rank, size, store)
+    messages = []
+    for wrapper in (DDP, FSDP):
+        group = dist.new_group(range(size))
+        model = wrapper(mlp(2, norm=True), process_group=group)
+        model(*vectors(0, rank)).sum().backward()
+        dist.barrier()
+        with pytest.raises(dist.DistBackendError) as caught:
+            if rank == 0:
+                model.eval()(*vectors(1, rank))
+            dist.barrier(group)
+        messages.append(str(caught.value))
+    return messages
