@@ -71,8 +71,8 @@ def sides(name: str, options) -> tuple[Side, Side]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.device(options.device):
-        model, batch = host_models.MODELS[name]()
-    ours = hfnn.convert(copy.deepcopy(model), prefer=options.prefer)
+        made, batch = host_models.MODELS[name]()
+    model, ours = copy.deepcopy(made), hfnn.convert(copy.deepcopy(made), prefer=options.prefer)  # both in fresh memory
     both = Side(model, batch), Side(ours, batch)
     for side in both * 3:
         side.step()

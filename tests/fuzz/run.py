@@ -2,7 +2,7 @@
 
     --only SEED      one program: shows both sides, and shrinks a difference to a script
     --plant NAME     with a planted fault, to check that it is found; --shrink N: scripts for the first N differences
-    --faults         a table: after how many programs each fault is found, --jobs faults at a time
+    --faults         a table: after how many programs each fault is found
 
 Program i of run SEED has the seed SEED * 1000000 + i, which is printed. Exits with 1 on a difference that is not of a
 known class, a required feature in fewer than 2% of at least 5000 programs, or a fault that is not found. Programs run
@@ -13,13 +13,14 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import logging
 import multiprocessing
 import os
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,7 @@ import shrink
 
 TIMEOUT = 120  # seconds a program may take
 SEEDS = 1_000_000
+SHARE = 100  # programs that a process tries a fault on
 
 
 def fuzzer_of(name: str) -> engine.Fuzzer:
@@ -163,14 +165,20 @@ def told(fuzzer: engine.Fuzzer, summary: engine.Summary, seconds: float) -> None
 def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
     """For each fault, the number of programs until it was found; at most `--programs` are tried."""
     faults = [given.plant] if given.plant else list(fuzzer.faults)
-    seeds, began, missed = range(given.seed * SEEDS, given.seed * SEEDS + given.programs), time.monotonic(), []
+    first, began, found = given.seed * SEEDS, time.monotonic(), {}
+
+    def try_some(start, fault):
+        if fault in found:
+            return
+        number = search(fuzzer.name, fault, range(first + start, first + min(start + SHARE, given.programs)))
+        if number is not None and start + number < found.get(fault, given.programs + 1):
+            found[fault] = start + number
+            print(f"{fault:60} {found[fault]}", flush=True)
+
     with ThreadPoolExecutor(given.jobs) as pool:
-        running = {pool.submit(search, fuzzer.name, fault, seeds): fault for fault in faults}
-        for done in as_completed(running):
-            fault, number = running[done], done.result()
-            missed += [fault] if number is None else []
-            print(f"{fault:60} {'not found' if number is None else number}", flush=True)
-    print(f"found {len(faults) - len(missed)} of {len(faults)} faults, each in at most {given.programs} programs,")
+        list(pool.map(try_some, *zip(*itertools.product(range(0, given.programs, SHARE), faults), strict=True)))
+    missed = [fault for fault in faults if fault not in found]
+    print(f"found {len(found)} of {len(faults)} faults, each in at most {given.programs} programs,")
     print(f"in {time.monotonic() - began:.0f} s; not found: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
 
