@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from haiscale import partial
+from haiscale import optimizer_state, partial, pending
 from haiscale import state as states
 from haiscale.mesh import sibling
 
@@ -71,15 +71,13 @@ def save(
         raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} is not accepted: give how many checkpoints are to be left, at least 1")
-    _finish_pending()
+    pending.finish()
     ranks = _Ranks(process_group)
     mine = {"step": step, "ranks": ranks.size, "random": _random_state(), "extra": extra}
     entries = _entries(model, optimizer, {f"extra.{ranks.rank}": mine}, copy=async_)
     if not async_:
         return _write(Path(folder), step, entries, keep, ranks)
-    global _pending
-    _pending = _thread().submit(_write, Path(folder), step, entries, keep, ranks.aside())
-    return _pending
+    return pending.begin(_write, Path(folder), step, entries, keep, ranks.aside())
 
 
 def load(
@@ -101,28 +99,28 @@ def load(
     FileNotFoundError: no checkpoint there. ValueError: names or shapes differ; the message, on all ranks, lists them,
     and nothing was loaded.
     """
-    _finish_pending()
+    pending.finish()
     ranks = _Ranks(process_group)
     path = Path(ranks.on_first(lambda: str(_find(folder))))
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = states.Reader(path, model)
+    saved = reader.read_metadata().state_dict_metadata
     targets = {f"model.{name}": tensor.detach() for name, tensor in states.named_shards(model)}
     parameters = dict(states.named_shards(model)) if optimizer is not None else {}
-    optimizers = states.as_list(optimizer)
+    optimizers = optimizer_state.as_list(optimizer)
     names = {id(tensor): name for name, tensor in parameters.items()}
-    owned = states.owned_by_each(optimizers, names)
-    groups = _read_groups(path, saved, ranks) if optimizers else []
-    kept = states.saved_states((name for group in groups for name in group["params"]), saved)
+    owned = optimizer_state.owned_by_each(optimizers, names)
+    groups = _read_groups(reader, saved, ranks) if optimizers else []
+    kept = optimizer_state.saved_states((name for group in groups for name in group["params"]), saved)
     _check(path, targets, saved, optimizers, owned, kept, groups, ranks)
-    kept = states.to_read_into(kept, {n: parameters[n] for of in owned for group in of for n in group})
+    kept = optimizer_state.to_read_into(kept, {n: parameters[n] for of in owned for group in of for n in group})
     extra = f"extra.{ranks.rank}" if f"extra.{ranks.rank}" in saved else "extra.0"
     values = {f"optimizer.{name}.{key}": value for name, found in kept.items() for key, value in found.items()}
     entries = {**targets, **values, extra: None}
-    _dcp(ranks, f"checkpoint {path} was not read", dcp.load, entries, checkpoint_id=path, planner=states.ReadPlanner())
-    if hasattr(states.inner(model), "shards_loaded"):
-        states.inner(model).shards_loaded()
+    _read(reader, entries, ranks)
+    states.shards_loaded(model)
     kept = {name: {key: entries[f"optimizer.{name}.{key}"] for key in found} for name, found in kept.items()}
     for one, of in zip(optimizers, owned, strict=True):
-        states.load_optimizer(one, of, kept, groups)
+        optimizer_state.load_optimizer(one, of, kept, groups)
     rest = entries[extra]
     if random_state and rest["ranks"] == ranks.size:
         _set_random_state(rest["random"])
@@ -163,9 +161,9 @@ def _entries(model: nn.Module, optimizer: Optimizers, extra: dict, copy: bool) -
     tensors = dict(states.named_shards(model))
     found = {f"model.{name}": tensor for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    optimizers = states.as_list(optimizer)
-    for one, owned in zip(optimizers, states.owned_by_each(optimizers, names), strict=True):
-        found.update(states.optimizer_entries(one, owned))
+    optimizers = optimizer_state.as_list(optimizer)
+    for one, owned in zip(optimizers, optimizer_state.owned_by_each(optimizers, names), strict=True):
+        found.update(optimizer_state.optimizer_entries(one, owned))
     found.update(extra)
     for key, value in found.items():
         if isinstance(value, torch.Tensor):
@@ -241,25 +239,6 @@ def _sync(folder: Path) -> None:
         os.close(number)
 
 
-_pending: concurrent.futures.Future | None = None
-_writer: concurrent.futures.ThreadPoolExecutor | None = None
-
-
-def _thread() -> concurrent.futures.ThreadPoolExecutor:
-    """One executor for all saves of this process, which it writes one after another; Python waits for it at exit."""
-    global _writer
-    if _writer is None:
-        _writer = concurrent.futures.ThreadPoolExecutor(1, "haiscale.checkpoint")
-    return _writer
-
-
-def _finish_pending() -> None:
-    global _pending
-    pending, _pending = _pending, None
-    if pending is not None:
-        pending.result()
-
-
 # Finding, reading
 
 
@@ -283,11 +262,16 @@ def _find(folder: str | os.PathLike) -> Path:
     return path
 
 
-def _read_groups(path: Path, saved: dict, ranks: "_Ranks") -> list[dict]:
+def _read(reader: states.Reader, entries: dict, ranks: "_Ranks") -> None:
+    failed = f"checkpoint {reader.path} was not read"
+    _dcp(ranks, failed, dcp.load, entries, storage_reader=reader, planner=states.ReadPlanner())
+
+
+def _read_groups(reader: states.Reader, saved: dict, ranks: "_Ranks") -> list[dict]:
     """The saved parameter groups, each with its names and options."""
     found = dict.fromkeys(key for key in saved if key.startswith("param_group."))
-    _dcp(ranks, f"checkpoint {path} was not read", dcp.load, found, checkpoint_id=path, planner=states.ReadPlanner())
-    return list(found.values())
+    _read(reader, found, ranks)
+    return [{**group, "params": [reader.plain_name(name) for name in group["params"]]} for group in found.values()]
 
 
 def _check(path, targets, saved, optimizers, owned, kept, groups, ranks: "_Ranks") -> None:
@@ -297,7 +281,7 @@ def _check(path, targets, saved, optimizers, owned, kept, groups, ranks: "_Ranks
     stepped = {f"optimizer.{name}" for group in groups for name in group["params"]}
     missing += [key for key in optimized if key not in stepped]
     for one, of in zip(optimizers, owned, strict=True):
-        others += states.optimizer_misfits(one, of, kept, groups)
+        others += optimizer_state.optimizer_misfits(one, of, kept, groups)
     found = ranks.everybody((missing, others, [*targets, *optimized]))
     here = {key for *_, keys in found for key in keys}
     there = [key for key in saved if key.startswith("model.")] + (sorted(stepped) if optimizers else [])

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map
 
 from haiscale import checks
+from haiscale import state as states
 from haiscale.ddp import buckets, join, sizes
 from haiscale.ddp.buffers import Buffers, broadcast
 from haiscale.ddp.overlap import Overlap
@@ -269,13 +270,9 @@ class DDP(nn.Module, Joinable):
     # Checkpoints
 
     def named_shards(self):
-        """Parameters and persistent buffers (live) by their names in `module`; tied ones once, by their first name."""
+        """Parameters and persistent buffers (live) by their names in the plain model; tied ones once, by the first."""
         self._end_step()
-        yield from self.module.named_parameters()
-        for prefix, part in self.module.named_modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and name not in part._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+        yield from states.named_shards(self.module)
 
     def shards_loaded(self) -> None:
         """Call after values were written to `named_shards`."""

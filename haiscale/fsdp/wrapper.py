@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from haiscale import checks
+from haiscale import state as states
 from haiscale.fsdp import clip, deferred, full, memory, methods, options, step, uneven
 from haiscale.fsdp.engine import Engine, cast, in_graph_task
 from haiscale.fsdp.flat import Flat
@@ -218,10 +219,8 @@ class FSDP(nn.Module):
         return memory.of(self._engine)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor | DTensor]]:
-        """Parameters and persistent buffers (live) by their names in the module; tied ones once."""
-        yield from self.module.named_parameters()
-        persistent = self.module.state_dict(keep_vars=True).keys()
-        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+        """Parameters and persistent buffers (live) by their names in the plain model; tied ones once."""
+        yield from states.named_shards(self.module)
 
     def shards_loaded(self) -> None:
         """Call after shards were written to: whole parameters are gathered anew."""

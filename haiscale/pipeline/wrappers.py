@@ -256,8 +256,7 @@ class Pipeline(nn.Module):
     def shards_loaded(self) -> None:
         """Call after values were written to `named_shards`."""
         for module in self._chunks.values():
-            if hasattr(module, "shards_loaded"):
-                module.shards_loaded()
+            states.shards_loaded(module)
 
 
 class GPipe(Pipeline):

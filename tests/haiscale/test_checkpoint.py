@@ -319,15 +319,3 @@ def test_a_failure_of_the_thread_is_raised(tmp_path):
     with pytest.raises(FileExistsError):
         checkpoint.save(tmp_path / "a", nn.Linear(2, 2), step=1)
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2), step=1)
-
-
-def test_names_are_those_of_the_users_own_module(tmp_path):
-    """Not those of torch.compile or checkpointed layers."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    checkpoint.save(tmp_path, plain, step=1)
-    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), torch.compile(nn.Linear(2, 2))))
-    checkpoint.load(tmp_path, wrapped)
-    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(a, b)

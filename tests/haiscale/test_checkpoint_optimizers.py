@@ -33,7 +33,7 @@ def optimized(name, steps, model):
     return optimizer
 
 
-def without_class(optimizer, owned, entries=checkpoint.states.optimizer_entries):
+def without_class(optimizer, owned, entries=checkpoint.optimizer_state.optimizer_entries):
     """The entries of a checkpoint from before classes were saved."""
     for key, value in entries(optimizer, owned):
         yield key, {k: v for k, v in value.items() if k != "class"} if key.startswith("param_group") else value
@@ -43,7 +43,7 @@ def without_class(optimizer, owned, entries=checkpoint.states.optimizer_entries)
 def test_states_of_another_optimizer_are_refused_or_all_used(tmp_path, one_thread, monkeypatch, old):
     """For all pairs of torch's optimizers. An old file without states may be of an optimizer that had taken no step."""
     if old:
-        monkeypatch.setattr(checkpoint.states, "optimizer_entries", without_class)
+        monkeypatch.setattr(checkpoint.optimizer_state, "optimizer_entries", without_class)
     for name in TORCHS:
         model = nn.Linear(3, 2)
         checkpoint.save(tmp_path / name, model, optimized(name, 2, model), step=2)

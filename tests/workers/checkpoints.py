@@ -73,7 +73,7 @@ OPTIMIZERS = {
 
 
 def train(model, optimizer, first, last, forward=None):
-    optimizers = checkpoint.states.as_list(optimizer)
+    optimizers = checkpoint.optimizer_state.as_list(optimizer)
     for step in range(first, last):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
         (forward or model)(x).square().mean().backward()
