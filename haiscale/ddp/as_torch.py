@@ -26,7 +26,8 @@ class DistributedDataParallel(wrapper.DDP):
     given: torch's arguments by name.
     """
 
-    dim, broadcast_bucket_size = 0, 250 * 2**20
+    dim, broadcast_bucket_size, use_side_stream_for_tensor_copies = 0, 250 * 2**20, False
+    gather, to_kwargs = wrapper._Torch.gather, wrapper._Torch.to_kwargs
 
     def __init__(self, agree, given):
         object.__setattr__(self, "_agree", agree)
@@ -52,7 +53,10 @@ class DistributedDataParallel(wrapper.DDP):
         self.reducer.frozen = []
         # Used by torch.distributed.pipelining before the last microbatch's backward; forwards are in no_sync there.
         reducer = weakref.proxy(self.reducer)
+        # Lightning and accelerate do the same for a backward that they begin themselves.
         self.reducer.prepare_for_backward = lambda outputs: reducer.arm(True)
+        self.reducer._rebuild_buckets = lambda: False  # torch's may have to be called first,
+        self.reducer._delay_all_reduce = lambda: None  # and this one after the first backward of a static graph
 
     @property
     def modules_buffers(self):
@@ -61,6 +65,22 @@ class DistributedDataParallel(wrapper.DDP):
     def _set_static_graph(self):
         """The deprecated form of static_graph=True, before the first forward."""
         self.static_graph = self.reducer.static = self.reducer.lenient = True
+
+    def _get_ddp_logging_data(self) -> dict:
+        """Those of torch's facts that do not depend on how it averages."""
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(self.process_group),
+            "rank": self.process_group.rank(),
+            "world_size": self.process_group.size(),
+            "num_parameter_tensors": len(self.reducer.parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in self.reducer.parameters),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "is_multi_device_module": int(self.is_multi_device_module),
+        }
 
     def _register_builtin_comm_hook(self, kind):
         self.register_comm_hook(None, _BUILTIN[kind])

@@ -13,6 +13,12 @@ SCRIPTS = Path(__file__).parent / "scripts"
 WORKER = Path(__file__).parents[1] / "workers" / "switched.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 NAME = "haiscale.auto: "
+NEEDS = {
+    "trainer": "accelerate",
+    "accelerated": "accelerate",
+    "fabric": "lightning_fabric",
+    "lightning_trainer": "lightning",
+}
 WRAPPER = "DistributedDataParallel is haiscale's where it takes the model"
 LINE = f"2 ranks on 1 host run on hfreduce instead of gloo; {WRAPPER}; "
 UNCONVERTED = "models are not converted (HAISCALE_AUTO=convert does)"
@@ -36,13 +42,12 @@ def launched(tmp_path, *command, auto=None, **more):
     "script",
     [
         "ddp",
-        *(pytest.param(script, marks=pytest.mark.slow) for script in ("trainer", "accelerated", "fabric")),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in NEEDS),
         pytest.param("sharded", marks=pytest.mark.rest),
     ],
 )
 def test_scripts(script, tmp_path):
-    needs = {"trainer": "accelerate", "accelerated": "accelerate", "fabric": "lightning_fabric"}
-    pytest.importorskip(needs.get(script, "torch"))
+    pytest.importorskip(NEEDS.get(script, "torch"))
     command = [*TORCHRUN, SCRIPTS / f"{script}.py"]
     stock, said, counts = launched(tmp_path, *command)
     assert not said and counts == [[0, 0]] * 2

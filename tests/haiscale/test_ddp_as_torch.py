@@ -3,12 +3,15 @@
 The programs are in tests/workers/ddp_as_torch.py; all run in one set of processes.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ranks
 
 WORKER = Path(__file__).parents[1] / "workers" / "ddp_as_torch.py"
+ATTRIBUTES = Path(__file__).parent / "wrapper_attributes.py"
 CASES = (
     "plain_module", "hooks_after_wrapping", "buffers", "comm_hook", "create_graph", "no_sync_between", "lifetime",
     "saved_output", "unused_with_old_gradient", "attributes", "plain_module_on_one_rank",
@@ -41,3 +44,13 @@ def test_dtypes_of_gradients(found):
     for of_rank in found:
         for kind in ("haiscale", "auto"):
             assert of_rank["gradient_dtype"][kind] == [True] * 24
+
+
+@pytest.mark.slow
+def test_list_of_attributes_is_complete():
+    """That the wrapper has them is compared in `attributes`, above."""
+    pytest.importorskip("lightning")
+    listed = ATTRIBUTES.with_suffix(".txt").read_text().splitlines()
+    done = subprocess.run([sys.executable, ATTRIBUTES], capture_output=True, text=True, check=True)
+    found = done.stdout.splitlines()
+    assert {row.partition(":")[0] for row in found} <= {row.partition(":")[0] for row in listed}, found

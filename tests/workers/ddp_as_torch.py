@@ -11,6 +11,7 @@ import traceback
 import warnings
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -345,13 +346,30 @@ def gradient_dtype(wrap, rank):
     return found
 
 
+FACTS = (
+    "module_name rank world_size num_parameter_tensors total_parameter_size_bytes bucket_cap_bytes "
+    "broadcast_buffers find_unused_parameters gradient_as_bucket_view is_multi_device_module"
+)
+
+
 @case
 def attributes(wrap, rank):
     model = wrap(Buffered(), bucket_cap_mb=3) if wrap is WRAPPERS["torch"] else as_torch.DistributedDataParallel(
         lambda: "", {"module": Buffered(), "bucket_cap_mb": 3}
     )  # fmt: skip
     names = "dim device_type mixed_precision is_multi_device_module broadcast_bucket_size bucket_bytes_cap"
-    return [*(getattr(model, name) for name in names.split()), [b.tolist() for b in model.modules_buffers]]
+    lists = [b.tolist() for b in model.modules_buffers]
+    data = model._get_ddp_logging_data()
+    same = {name: data[name] for name in FACTS.split()}
+    return [*(getattr(model, name) for name in names.split()), lists, same, lacking(model)]
+
+
+def lacking(model):
+    """What libraries read on torch's wrapper and this one has not: see tests/haiscale/wrapper_attributes.py."""
+    parts = {"DDP": model, "Reducer": model.reducer}
+    listed = (Path(__file__).parents[1] / "haiscale" / "wrapper_attributes.txt").read_text().splitlines()
+    rows = (line.partition(":")[0].split() for line in listed)
+    return [f"{kind} {name}" for kind, name in rows if kind in parts and not hasattr(parts[kind], name)]
 
 
 @case
