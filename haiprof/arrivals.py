@@ -26,12 +26,12 @@ class Lateness:
         return self.charged[rank] / self.covered if self.covered else 0.0
 
 
-def lateness(runs, since=0.0) -> Lateness:
-    """For the collectives recorded by all ranks of a group, from `since` on (seconds since 1970)."""
+def lateness(runs, since=0.0, until=float("inf")) -> Lateness:
+    """For the collectives recorded by all ranks of a group, between two times (seconds since 1970)."""
     found, spans = Lateness(), []
     for ranks, rows in _groups(runs).items():
         common = sorted(set.intersection(*(set(rows[rank]) for rank in ranks)))
-        common = [number for number in common if min(rows[rank][number][0] for rank in ranks) >= since]
+        common = [number for number in common if since <= min(rows[rank][number][0] for rank in ranks) < until]
         for block in _neighbours(common):
             times = {rank: [rows[rank][number] for number in block] for rank in ranks}
             spans.append(_charge(found, times))

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from time import perf_counter, time
 
-from haiprof.phases import Places
+from haiprof.places import Places
 
 BLOCK = 64  # consecutive collectives written together: fewer would not show which of a step's buckets are late
 MOST = 2 * BLOCK  # collectives written per group at a time
@@ -39,12 +39,16 @@ CALLS = (  # calls of a process group: they block if a backend has no thread for
 )  # fmt: skip
 
 
+MESSAGES = ("send", "recv")
+
+
 class Waits:
     """The times for which threads were blocked in collectives: (begin, end) of perf_counter, the newest 20000."""
 
     def __init__(self, on_destroy):
         """on_destroy(): called before a process group ends."""
         self.spans = deque(maxlen=20000)
+        self.messages = 0  # calls of send and recv
         self._places, self._on_destroy = Places(), on_destroy
 
     def install(self):
@@ -54,7 +58,7 @@ class Waits:
         self._places.replace(c10d.Work, "wait", self._timed)
         for name in CALLS:
             if name in vars(c10d.ProcessGroup):
-                self._places.replace(c10d.ProcessGroup, name, self._timed)
+                self._places.replace(c10d.ProcessGroup, name, self._message if name in MESSAGES else self._timed)
         for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
             self._places.replace(sys.modules[module], "destroy_process_group", self._told)
 
@@ -72,6 +76,15 @@ class Waits:
                 spans.append((begin, perf_counter()))
 
         return timed
+
+    def _message(self, call):
+        timed = self._timed(call)
+
+        def message(*args, **kwargs):
+            self.messages += 1
+            return timed(*args, **kwargs)
+
+        return message
 
     def _told(self, destroy):
         def destroy_process_group(*args, **kwargs):

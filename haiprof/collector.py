@@ -7,9 +7,11 @@ import torch, write no files. A failure is logged once and ends the collector; t
 import atexit
 import bisect
 import contextlib
+import itertools
 import logging
 import multiprocessing.util
 import os
+import random
 import sys
 import threading
 import time
@@ -22,14 +24,17 @@ from haiprof import clock, record, trace
 from haiprof.collectives import Arrivals, Waits
 from haiprof.counters import Counters
 from haiprof.events import Captures, Events
+from haiprof.growth import Watch
 from haiprof.phases import BACKWARD, Hooks, Phases
 from haiprof.record import PHASES
+from haiprof.stacks import Samples
 
 with contextlib.suppress(ImportError):
     import psutil  # noqa: F401 -- not first in the collector's thread: a child forked meanwhile would have half of it
 
 log = logging.getLogger("haiprof")
 SAMPLE = 20  # backward passes examined per reading of collectives
+OFTEN, RARELY, AT_FIRST = 0.02, 0.1, 20.0  # seconds between samples of the stack, at first and after so many seconds
 SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters in the trace
 
 
@@ -48,6 +53,11 @@ class Collector:
         self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
         self._loader = self.metrics = self._time = None
         self._missing = {}  # as last written
+        self.samples, self._samples_due = Samples(), 0.0  # time.monotonic of their next line
+        self._ready = float("inf")  # time.perf_counter from which on steps are no longer those of its own start
+        self._disturbed = False  # whether the running step has paid for a window or a census
+        self._watch = Watch()
+        self._before = {}  # totals as last written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
         self._at_exit = None  # of multiprocessing
@@ -73,6 +83,7 @@ class Collector:
         self.writer = record.Writer(self.folder, self._head)
         if clock.on_several_hosts():
             self._time = clock.Asker(self.folder) if self.rank else clock.Server(self.folder)
+        self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
         self._thread.start()
         # A forked Process ends without atexit. Not in `start`: it forgets what was registered while it was forked.
@@ -111,6 +122,7 @@ class Collector:
             self.window.close()
         self._remove()
         self._over.set()
+        self._watch.close()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
@@ -122,7 +134,7 @@ class Collector:
         try:
             self.phases.finish()
             with self.captures.none():
-                self.arrivals.due = 0.0
+                self.arrivals.due = self._samples_due = 0.0
                 self._tick()
                 self._write_captures()
                 self.writer.write({"kind": "end", "wall": time.time(), "steps": self.done})
@@ -136,7 +148,7 @@ class Collector:
         """Writes everything collected so far, and the trace."""
         with self.captures.none():
             if self.writer is not None and not self._failed:
-                self.arrivals.due = 0.0
+                self.arrivals.due = self._samples_due = 0.0
                 self._tick()
                 self._write_captures()
                 self._write_trace()
@@ -147,11 +159,15 @@ class Collector:
             return
         self._spans.extend((span.name, span.start, span.end) for span in step.spans)
         self._timeline.append((f"ProfilerStep#{self.done}", step.begin, step.end))
-        self.events.add(self.done, step)
-        self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step)))
+        if not self._disturbed:
+            self.events.add(self.done, step)
+        self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step), self._disturbed))
         self.done += 1
+        self._disturbed = self.window is not None and self.window.disturbs
         if self.window is not None:
             self.window.on_step()
+        else:
+            self._disturbed = self._watch.step()
         with self._between:
             self._between.notify_all()
 
@@ -163,18 +179,33 @@ class Collector:
 
     def _run(self):
         try:
-            self.counters = Counters(gpu=lambda: self.events.device)
-            self.counters.read()
-            self.counters.missing.update(self._serve())
-            wait = min(self.interval, 1.0)
+            counters = Counters(
+                gpu=lambda: self.events.device, thread=lambda: self.phases.thread, folders=[self.folder]
+            )
+            counters.read()
+            counters.missing.update(self._serve())
+            self.counters, wait = counters, min(self.interval, 1.0)
             self._tell_missing()
-            while not self._over.wait(wait):
+            begun = self._ready = time.perf_counter()
+            due = begun + wait
+            while not self._over.wait(
+                (OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY) * (0.5 + random.random())
+            ):
+                self.samples.take(self.phases.thread, self._others)
+                if time.perf_counter() < due:
+                    continue
                 with self.captures.none(self.interval) as nothing_is_captured:
                     if nothing_is_captured and not self._over.is_set():
                         self._tick()
                 wait *= 2 if self.writer.full() else 1
+                due = time.perf_counter() + wait
         except Exception:
             self.fail()
+
+    def _others(self):
+        """The threads that the program has started besides the training thread."""
+        names = [each for each in threading.enumerate() if not each.name.startswith("haiprof")]
+        return [each.ident for each in names if each.ident != self.phases.thread]
 
     def _tell_missing(self):
         """What is not measured and why, if this has changed; an empty reason if it is now measured."""
@@ -205,23 +236,51 @@ class Collector:
         if self.phases.loader != self._loader:
             self._loader = self.phases.loader
             self.writer.write({"kind": "loader", **self._loader})
-        steps = [self._steps.popleft() for _ in range(len(self._steps))]
-        if steps and steps[0][0] == 0:  # the first one is a warm-up with a separate line
-            self.writer.write(self._line(steps[:1]))
-            steps = steps[1:]
-        if steps:
-            gpu = self.events.read()
-            self.writer.write(self._line(steps) | ({"gpu": gpu} if gpu else {}))
+        self._write_steps([self._steps.popleft() for _ in range(len(self._steps))])
         if self.counters is not None:
             reading = self.counters.read()
-            self.writer.write({"kind": "counters", "wall": time.time(), **reading})
+            self.writer.write({"kind": "counters", "wall": time.time(), "steps": self.done, **reading})
             self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
             self.latest.update(reading)
+            self._watch.note(self.done, reading.get("gpu.allocated", reading.get("process.memory")))
             self._tell_missing()
+        if (line := self._watch.line()) is not None:
+            self.writer.write(line)
         if time.perf_counter() >= self.arrivals.due:
             self._write_arrivals()
         if isinstance(self._time, clock.Asker) and time.monotonic() >= self._time.due:
             self._ask_the_time()
+
+    def _write_steps(self, steps):
+        """Lines of consecutive steps. The first step warms up and has a line of its own; so have steps with work of
+        haiprof."""
+        for kind, group in itertools.groupby(steps, lambda row: (not row[0], row[3] or row[1].begin < self._ready)):
+            group = list(group)
+            line = self._line(group)
+            if kind == (False, False):
+                self.samples.assign([step for _, step, *_ in group])
+                gpu = self.events.read()
+                line |= {"gpu": gpu} if gpu else {}
+            elif kind == (False, True):
+                line["own"] = True
+            self.writer.write(line)
+        now = time.monotonic()
+        if now >= self._samples_due and (line := self.samples.line()):
+            self._samples_due = now + min(60.0, max(2.0, now - self._begun))
+            self.writer.write(line)
+
+    def _others_of_a_line(self):
+        return {
+            "collecting": self._since("collecting", self.phases.collecting),
+            "messages": self._since("messages", self.waits.messages),
+            "batch": self.phases.batches(),
+            "workers": self.hooks.loads.read(),
+        }
+
+    def _since(self, name, value):
+        """The increase of a total since the last call."""
+        before, self._before[name] = self._before.get(name, 0), value
+        return value - before
 
     def _ask_the_time(self):
         try:
@@ -267,14 +326,14 @@ class Collector:
     def _line(self, steps):
         """Sums over consecutive steps, in seconds."""
         sums = dict.fromkeys((*PHASES, "other"), 0.0)
-        for _, step, _ in steps:
+        for _, step, *_ in steps:
             for name, seconds in step.seconds().items():
                 sums[name] += seconds
         waited = {}
-        for *_, own in steps:
+        for _, _, own, _ in steps:
             for name, seconds in own.items():
                 waited[name] = waited.get(name, 0.0) + seconds
-        lengths = [step.end - step.begin for _, step, _ in steps]
+        lengths = [step.end - step.begin for _, step, *_ in steps]
         line = {
             "kind": "steps",
             "wall": steps[0][1].begin + self._offset,
@@ -283,9 +342,10 @@ class Collector:
             "n": len(steps),
             "seconds": sum(lengths),
             "slowest": max(lengths),
-            "gap": sum(step.gap for _, step, _ in steps),
-            "passes": sum(step.passes() for _, step, _ in steps),
+            "gap": sum(step.gap for _, step, *_ in steps),
+            "passes": sum(step.passes() for _, step, *_ in steps),
             "waited": waited,
+            **{name: value for name, value in self._others_of_a_line().items() if value},
             **sums,
         }
         for name in ("seconds", *sums):

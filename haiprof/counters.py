@@ -7,6 +7,8 @@ the last reading. Bytes are bytes, shares are from 0 to 1, power is in watts, cl
 import math
 import os
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ IB = Path("/sys/class/infiniband")
 RESCTRL = Path("/sys/fs/resctrl")
 FILESYSTEMS = Path("/proc/filesystems")
 NODES = Path("/sys/devices/system/node")
+PRESSURE = Path("/proc/pressure")
+VMSTAT = Path("/proc/vmstat")
 
 
 class Missing(Exception):
@@ -24,18 +28,23 @@ class Missing(Exception):
 class Counters:
     """All sources of this machine. `missing`: the reasons for the others, by name.
 
-    pid: of another process. gpu(): (index, NVML's name) of this process's GPU, or None while it uses none.
+    pid: of another process. gpu(): (index, NVML's name) of this process's GPU, or None while it uses none. thread():
+    the ident of the training thread. folders: whose free space is read.
     """
 
-    def __init__(self, pid=None, gpu=lambda: None):
+    def __init__(self, pid=None, gpu=lambda: None, thread=lambda: threading.main_thread().ident, folders=()):
         self.missing: dict[str, str] = {}
         self._readers: dict[str, Callable[[], dict]] = {}
         self._rates = _Rates()
         self._open("process", lambda: _process(pid or os.getpid(), self._rates))
         self._open("machine", lambda: _machine(self._rates))
+        self._open("delay", lambda: _delay(self._rates, pid, thread))
         self._open("infiniband", lambda: _infiniband(self._rates))
         self._open("memory bandwidth", lambda: _resctrl(self._rates))
         self._open("numa", lambda: _numa(self._rates))
+        self._open("pressure", lambda: _pressure(self._rates))
+        self._open("swap", lambda: _swap(self._rates))
+        self._open("disk space", lambda: _space(folders))
         self._gpu = gpu if pid is None else None  # called while it returns None
         if pid is None:
             self.missing["gpu"] = "the process does not use CUDA"
@@ -191,6 +200,76 @@ def _numa(rates):
         rows = [dict(line.split() for line in node.read_text().splitlines()) for node in nodes]
         return rates.of("numa.remote_pages", sum(int(row["other_node"]) for row in rows))
 
+    return read
+
+
+def _delay(rates, pid, thread):
+    """The share of the time for which the training thread could run and had no processor
+    (Documentation/scheduler/sched-stats.rst of Linux)."""
+
+    def read():
+        path = f"/proc/{pid}/schedstat"
+        if pid is None:
+            ident = thread()
+            own = next((each.native_id for each in threading.enumerate() if each.ident == ident), os.getpid())
+            path = f"/proc/self/task/{own}/schedstat"
+        return rates.of("process.delay", int(Path(path).read_text().split()[1]) / 1e9)
+
+    read()
+    return read
+
+
+def _pressure(rates):
+    """Shares of the time for which some task of the machine waits for a processor, memory or a disk
+    (Documentation/accounting/psi.rst of Linux)."""
+    files = {name: PRESSURE / name for name in ("cpu", "memory", "io")}
+    if not files["io"].exists():
+        raise Missing(f"the kernel counts none: no {PRESSURE}")
+
+    def read():
+        found = {}
+        for name, file in files.items():
+            found |= rates.of(f"pressure.{name}", int(file.read_text().split("total=", 1)[1].split()[0]) / 1e6)
+        return found
+
+    read()
+    return read
+
+
+def _swap(rates):
+    """Bytes per second that the machine reads from swap and writes to it."""
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def read():
+        text, found = VMSTAT.read_text(), {}
+        for name, row in (("swap.read", "pswpin "), ("swap.written", "pswpout ")):
+            found |= rates.of(name, page * int(text.split(row, 1)[1].split("\n", 1)[0]))
+        return {name: rate for name, rate in found.items() if rate}
+
+    read()
+    return read
+
+
+SCARCE = 0.05  # share of a disk
+
+
+def _space(folders):
+    """Free bytes where a process writes, if they are scarce: in its working directory, for temporary files, and for
+    those of haiprof."""
+    folders = {os.path.realpath(folder) for folder in (os.getcwd(), tempfile.gettempdir(), *folders)}
+
+    def read():
+        found = {}
+        for folder in sorted(folders):
+            space = os.statvfs(folder)
+            free = space.f_bavail if os.getuid() else space.f_bfree  # some is kept for root
+            share = free / space.f_blocks if space.f_blocks else 1.0
+            if "disk.free" not in found or share < found["disk.free"] / found["disk.size"]:
+                size = space.f_blocks * space.f_frsize
+                found = {"disk.free": share * size, "disk.size": size, "disk.folder": folder}
+        return found if found["disk.free"] < SCARCE * found["disk.size"] else {}
+
+    read()
     return read
 
 

@@ -27,6 +27,7 @@ class Window:
         if collector.window is not None:
             raise RuntimeError("another deep window is open")
         self._collector, self._what, self._left = collector, set(what), steps
+        self.disturbs = bool(self._what - {"stacks"})  # whether its steps take longer
         self._over, self._stop = threading.Event(), threading.Event()
         self._profiler = self._sampler = self._error = None
         self.stacks, self.files = Counter(), []

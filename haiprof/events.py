@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from haiprof.phases import Places
+from haiprof.places import Places
 from haiprof.record import PHASES
 
 LATER = 2  # number of steps after which events are read, so that nothing waits for them

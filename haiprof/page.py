@@ -33,7 +33,7 @@ def write(verdict: Verdict, path):
     captured = [f"<p>{html.escape(each)}</p>" for each in captures(verdict)]
     body = "\n".join([_findings(verdict), _table(verdict), *captured, *divs])
     style = "body{font:15px sans-serif;margin:2em;max-width:1100px}td,th{padding:.2em .8em;text-align:right}"
-    style += "table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}li{margin:.2em}"
+    style += "table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}li{margin:.2em}pre{overflow-x:auto}"
     Path(path).write_text(
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>haiprof</title><style>{style}</style>'
         f'<link rel="icon" href="data:,">{bokeh}</head><body>{body}{script}</body></html>\n'
@@ -47,9 +47,13 @@ def _findings(verdict):
         advice = "".join(f"<li>{html.escape(each)}</li>" for each in finding.advice)
         rows.append(
             f"<{tag}>{html.escape(finding.kind)}</{tag}><p><b>{html.escape(finding.text)}</b></p>"
-            f"<p>{html.escape(finding.evidence)}</p><ul>{advice}</ul>"
+            f"<p>{html.escape(finding.evidence)}</p>{_lines(finding)}<ul>{advice}</ul>"
         )
     return "".join(rows)
+
+
+def _lines(finding):
+    return f"<pre>{html.escape(chr(10).join(finding.lines))}</pre>" if finding.lines else ""
 
 
 def _table(verdict):

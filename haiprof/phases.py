@@ -11,6 +11,7 @@ that runs without gradients between two steps (validation) belongs to neither.
 """
 
 import contextlib
+import gc
 import itertools
 import sys
 import threading
@@ -22,6 +23,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
+from haiprof import loads
+from haiprof.places import Places, pass_by
 from haiprof.record import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
@@ -78,6 +81,9 @@ class Phases:
         self._trained = {}  # weak references to modules called with gradients, by id
         self.steps = 0
         self.loader = None  # arguments of the loader that was iterated last
+        self.collecting = 0.0  # seconds of Python's garbage collector
+        self._collects = None  # since when it runs
+        self._batches = {}  # by the id of a model: number of calls, sum and sum of squares of their elements
 
     def enter(self, name, key=None, step=None, closure=False) -> bool:
         """Whether a phase begins here: not inside another one, except inside an optimizer's closure.
@@ -185,6 +191,30 @@ class Phases:
         if known is None or known() is not module:
             self._trained[id(module)] = weakref.ref(module)
 
+    def collects(self, what, _):
+        """A callback of Python's garbage collector."""
+        if what == "start":
+            self._collects = perf_counter()
+        elif self._collects is not None:
+            self.collecting += perf_counter() - self._collects
+            self._collects = None
+
+    def takes(self, module, args, kwargs):
+        """Counts the elements of a model's inputs."""
+        n = 0
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, torch.Tensor):
+                n += each.numel()
+            elif isinstance(each, dict):
+                n += sum(own.numel() for own in each.values() if isinstance(own, torch.Tensor))
+        row = self._batches.setdefault(id(module), [0, 0, 0])
+        row[0], row[1], row[2] = row[0] + 1, row[1] + n, row[2] + n * n
+
+    def batches(self) -> list[int]:
+        """Calls, elements and their squares since the last call of this, of the model with most elements."""
+        rows, self._batches = self._batches, {}
+        return max(rows.values(), key=lambda row: row[1], default=[])
+
     def models(self) -> list:
         """The modules that were called with gradients from outside."""
         return [module for module in (known() for known in list(self._trained.values())) if module is not None]
@@ -239,43 +269,21 @@ class Phases:
             self._emit(self._closed[1])
 
 
-class Places:
-    """Replaces functions of torch, and restores them."""
-
-    def __init__(self):
-        self._places = []
-
-    def replace(self, owner, name, wrap):
-        """owner.name = wrap(owner.name)."""
-        original = vars(owner)[name]
-        ours = wrap(getattr(owner, name))
-        ours.__name__, ours.__wrapped__, ours.__doc__ = name, original, original.__doc__
-        pass_by(ours)
-        self._places.append((owner, name, original, ours))
-        setattr(owner, name, ours)
-        _tell_dynamo(name, ours)
-
-    def restore(self):
-        """If other code has since replaced a function, ours stays and only passes calls on."""
-        for owner, name, original, ours in reversed(self._places):
-            if vars(owner)[name] is ours:
-                setattr(owner, name, original)
-                _tell_dynamo(name, original)
-        self._places = []
-
-
 class Hooks:
     """The replacements in torch while phases are measured."""
 
     def __init__(self, phases: Phases):
         self.phases = phases
-        self._places, self._handles = Places(), []
+        self._places, self.loads, self._handles = Places(), loads.Loads(), []
+        self._collects = phases.collects  # one object, to be found in a list
 
     def install(self):
         self._places.replace(torch.nn.Module, "__call__", self._module_call)
         self._places.replace(torch.autograd, "_engine_run_backward", self._engine)
         self._places.replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
         self._places.replace(dataloader.DataLoader, "__iter__", self._iter)
+        self.loads.install()
+        gc.callbacks.append(self._collects)
         before, after = self._optimizer()
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(before),
@@ -284,6 +292,9 @@ class Hooks:
 
     def remove(self):
         self._places.restore()
+        self.loads.remove()
+        if self._collects in gc.callbacks:
+            gc.callbacks.remove(self._collects)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -298,6 +309,7 @@ class Hooks:
                 return call(module, *args, **kwargs)
             if training:
                 phases.trains(module)
+                phases.takes(module, args, kwargs)
             try:
                 return call(module, *args, **kwargs)
             finally:
@@ -350,6 +362,7 @@ class Hooks:
                 return make(self)
             key = next(numbers)
             try:
+                loads.prepare()
                 phases.loader = {name: getattr(self, name, None) for name in LOADER}
                 made = make(self)
                 with contextlib.suppress(AttributeError):  # a loader with its own kind of iterator
@@ -375,20 +388,3 @@ class Hooks:
                 phases.leave_step(sys._getframe(1))
 
         return before, after
-
-
-def pass_by(function):
-    """Makes TorchDynamo skip the function and compile the functions called in it, as for torch's own."""
-    from torch._C._dynamo import eval_frame
-
-    action, strategy = getattr(eval_frame, "_FrameAction", None), getattr(eval_frame, "_FrameExecStrategy", None)
-    if action and strategy and hasattr(eval_frame, "set_code_exec_strategy"):
-        eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.DEFAULT))
-
-
-def _tell_dynamo(name, function):
-    """TorchDynamo goes directly to a module's forward if `Module.__call__` is the one from the time of its import."""
-    if name == "__call__":
-        for place in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
-            if hasattr(sys.modules.get(place), "unpatched_nn_module_call"):
-                sys.modules[place].unpatched_nn_module_call = function

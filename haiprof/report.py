@@ -50,6 +50,8 @@ def _findings(verdict):
         text.append(f"{finding.kind}: " if number == 0 else f"\nalso {finding.kind}: ", style="bold")
         text.append(f"{finding.text}\n")
         text.append(f"  evidence: {finding.evidence}\n")
+        for line in finding.lines:
+            text.append(f"    {line}\n", style="dim")
         for advice in finding.advice:
             text.append(f"  try: {advice}\n")
     return Panel(text, title="verdict")
