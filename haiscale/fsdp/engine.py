@@ -18,20 +18,18 @@ On a GPU the host never waits here: operations of the groups wait for the curren
 A gather into a slot starts after all kernels that read the slot have been launched, on the stream that launched them.
 """
 
-import collections
 import contextlib
-import copy
-import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from haiscale.fsdp.methods import Mixing
+from haiscale.fsdp.nested import cast, tensors
 from haiscale.fsdp.reduce import Reductions
 from haiscale.fsdp.unit import Slot, Unit
 from hfnn.deferred.logits import Deferred
@@ -59,6 +57,7 @@ class Engine:
         self._constant = False  # whether parameters stay as they are from one forward to the next
         self._backward: dict[Unit, Count] = {}  # units in backward, the outermost first, as above
         self._in_backward = False
+        self._ending: weakref.ref | None = None  # what calls `_end_backward` at the end of the backward in progress
         self._outside = 0  # the number of forwards around this backward, as in a method
         self._last: list[Unit] = []  # in the order of the last forward
         self._began: list[Unit] = []  # those of the present forward so far
@@ -259,7 +258,9 @@ class Engine:
     def _begin_backward(self, outside: int) -> None:
         if not self._in_backward:
             self._in_backward, self._at, self._outside = True, len(self._ended), outside
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            end = functools.partial(Engine._end_backward, self)
+            self._ending = weakref.ref(end, _ended(weakref.ref(self)))
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _recompute(self, unit: Unit) -> None:
         """A unit runs forward within backward: units whose forward began after the running node have ended."""
@@ -377,6 +378,17 @@ class Engine:
                 p.whole.grad = None
 
 
+def _ended(engine: weakref.ref) -> Callable:
+    """Called when a backward has ended or raised, and forgot what it would have called at its end."""
+
+    def gone(ending):
+        found = engine()
+        if found is not None and found._ending is ending and found._in_backward:
+            found.reset()  # parameters are shards again, for who saves them then
+
+    return gone
+
+
 def in_graph_task() -> bool:
     """Whether this runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1
@@ -393,33 +405,3 @@ def _made_since(tensor: Tensor, since: Count) -> bool:
     if node is None:  # a leaf, except for unread logits of hfnn
         return isinstance(tensor, Deferred)
     return node._sequence_nr() >= since[1]
-
-
-def tensors(nest) -> Iterator[Tensor]:
-    """The tensors in a module's result."""
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for part in nest:
-            yield from tensors(part)
-    elif isinstance(nest, collections.abc.Mapping):
-        for part in nest.values():
-            yield from tensors(part)
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        for field in dataclasses.fields(nest):
-            yield from tensors(getattr(nest, field.name))
-
-
-def cast(nest, dtype: torch.dtype):
-    """The same, with its floating-point tensors in `dtype`; containers with such tensors are copied."""
-
-    def one(leaf):
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype is not dtype else leaf
-        if isinstance(leaf, collections.abc.MutableMapping):  # one that torch's pytree does not know
-            leaf = copy.copy(leaf)
-            for key, value in list(leaf.items()):
-                leaf[key] = cast(value, dtype)
-        return leaf
-
-    return tree_map(one, nest)

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from haiscale import checks
 from haiscale import state as states
 from haiscale.fsdp import clip, deferred, full, memory, methods, options, step, uneven
-from haiscale.fsdp.engine import Engine, cast, in_graph_task
+from haiscale.fsdp.engine import Engine, in_graph_task
 from haiscale.fsdp.flat import Flat
+from haiscale.fsdp.nested import cast
 from haiscale.fsdp.reduce import Reductions, bytes_needed
 from haiscale.fsdp.unit import Unit, is_fake
 from haiscale.fsdp.units import find_units
