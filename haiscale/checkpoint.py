@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -61,11 +62,12 @@ def save(
     optimizer: one, or several. extra: values that `load` returns on this rank, such as a scheduler's state and the
     position in the data; they are pickled. keep: how many checkpoints to keep, including this one; the oldest of those
     with earlier steps are removed. async_: only copies everything to the host and returns a future; a thread does the
-    rest while training continues. The next save or load waits for it, and raises its error.
+    rest while training continues. The next save or load, destroy_process_group and Python's exit wait for it and raise
+    its error; at exit it is printed, and the exit status is 1.
 
     ValueError: invalid arguments, or a parameter that is in two optimizers. RuntimeError: a rank could not write; the
-    message names it, and earlier checkpoints are unchanged. Errors of the backend for ranks that died or hang are
-    raised unchanged.
+    message names it, and earlier checkpoints are unchanged. Errors of the backend for ranks that died or hang keep
+    their class.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
@@ -181,14 +183,19 @@ def _entries(model: nn.Module, optimizer: Optimizers, extra: dict, copy: bool) -
 
 
 def _write(folder: Path, step: int, entries: dict, keep: int | None, ranks: "_Ranks") -> Path:
-    path = Path(ranks.on_first(lambda: str(_begin(folder, step))))
+    failed, path = f"checkpoint {folder} of step {step} was not written", None
     try:
+        path = Path(ranks.on_first(lambda: str(_begin(folder, step))))
         writer = dcp.FileSystemWriter(path, sync_files=True)
-        failed = f"checkpoint {folder} of step {step} was not written"
         _dcp(ranks, failed, dcp.save, entries, storage_writer=writer, planner=states.WritePlanner())
         return Path(ranks.on_first(lambda: str(_finish(folder, path, step, keep))))
+    except RuntimeError as error:  # of the backend
+        if failed in str(error):
+            raise
+        raise type(error)(f"{failed}: {error}") from error
     finally:
-        partial.release(path.name)
+        if path is not None:
+            partial.release(path.name)
 
 
 def _begin(folder: Path, step: int) -> Path:
@@ -337,14 +344,13 @@ class _Ranks:
         """The same ranks on a group that only the writing thread uses: two threads in one group would take turns in a
         different order on every rank."""
         if self.many:
-            known, _ = _aside.get(id(self.group), (None, None))
-            if known is not self.group:
-                _aside[id(self.group)] = self.group, self.beside()
-            return _Ranks(_aside[id(self.group)][1])
+            if self.group not in _aside:
+                _aside[self.group] = self.beside()
+            return _Ranks(_aside[self.group])
         return self
 
 
-_aside: dict[int, tuple] = {}
+_aside: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _dcp(ranks: _Ranks, failed: str, call: Callable, *args, **options) -> None:
