@@ -27,7 +27,6 @@
 #include "pointwise_loss.h"
 #include "pool.h"
 #include "qk_norm_rope.h"
-#include "recode.h"
 #include "rms_norm.h"
 #include "rope.h"
 #include "scale.h"
@@ -66,7 +65,7 @@ HFNN_LENT(Unary)
 // All function names that ops use.
 // clang-format off
 #define HFNN_NAMES(F)                                                                                              \
-  F(partials) F(forward) F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack) F(encode) F(decode)     \
+  F(partials) F(forward) F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack)                         \
   F(prepare) F(moments) F(sums) F(factors) F(norms) F(scale) F(update)
 // clang-format on
 
@@ -116,7 +115,6 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("pointwise_loss"), pointwise_loss_cpu);
   bind(cpu.def_submodule("scale"), scale_cpu);
   bind(cpu.def_submodule("unary"), unary_cpu);
-  bind(cpu.def_submodule("recode"), recode_cpu);
   bind(cpu.def_submodule("rope"), rope_cpu);
   bind(cpu.def_submodule("qk_norm_rope"), qk_norm_rope_cpu);
   bind(cpu.def_submodule("gated"), gated_cpu);

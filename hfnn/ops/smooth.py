@@ -5,8 +5,7 @@ is differentiated: in a backward under create_graph=True the saved output has it
 torch, y must not be written to before backward.
 
 If torch keeps x, x is kept, y carries a recipe, and a consumer rebuilds it. Some of these functions could compute their
-derivative from y. But users may write to y, and may hang hooks on it that a second derivative would run again. With
-keep="output", y and five bits are kept (recode.py).
+derivative from y. But users may write to y, and may hang hooks on it that a second derivative would run again.
 
 The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. torch's CUDA kernels use the slope
 of one of the branches for elu, selu, celu and hardswish.
@@ -26,7 +25,7 @@ from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
-from hfnn.ops import recode, table
+from hfnn.ops import table
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, ordered
 from hfnn.ops.table import BENCH, real
 
@@ -60,12 +59,11 @@ class Smooth(Op):
     contiguous: bool = False
     like_x: bool = False
 
-    def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
+    def run(self, input, prefer: str, arguments: tuple):
         """The result by a kernel, or None if torch's own op must run, or raise."""
-        if keep == "input":
-            y = self.native(input, None, prefer, *arguments)
-            if y is not NotImplemented:
-                return y
+        y = self.native(input, None, prefer, *arguments)
+        if y is not NotImplemented:
+            return y
         numbers = table.numbers(self, *arguments)
         kernel = None if numbers is None else self.select(input, prefer=prefer)
         if kernel is None:
@@ -79,10 +77,6 @@ class Smooth(Op):
             if not input.is_cpu and ambiguous(input):
                 return None
             input = input.contiguous() if input.is_cpu else input
-        if keep == "output":
-            y = self._coded(input, numbers, kernel)
-            if y is not None:
-                return y
         # Under autocast, CUDA's softplus is float32.
         return self._rebuilt(input, numbers, self.out_dtype(input), kernel)
 
@@ -156,15 +150,6 @@ class Smooth(Op):
     def _function(self) -> type:
         return type(f"_{self.label}", (_KeepsOutput if self.keeps_output else _KeepsInput,), {})
 
-    def _coded(self, x, numbers, kernel):
-        return recode.keeping_output(
-            x,
-            (self.name, *numbers, kernel.name),
-            self.build(numbers, x.dtype, kernel),
-            lambda dy, x: self.backward(dy, x, numbers, kernel),
-            lambda x: self.formula(x, *numbers),
-        )
-
 
 class _KeepsOutput(Function):
     @staticmethod
@@ -204,7 +189,7 @@ class _KeepsInput(Function):
         return dx.to(x.dtype), None, None, None, None
 
 
-def _document(op, text, kept, keep, names) -> str:
+def _document(op, text, kept, names) -> str:
     known = "torch.nn.functional" if hasattr(F, op.name) else "torch"
     text = inspect.cleandoc(text)
     lines = [
@@ -215,12 +200,6 @@ def _document(op, text, kept, keep, names) -> str:
     ]
     if "inplace" in names:
         lines.append("With inplace=True torch's own op runs.")
-    if keep:
-        lines.append(
-            'keep="output": bfloat16 keeps y and five bits an element instead, with the same gradient to the bit, for '
-            "where the consumer is not hfnn's and keeps y anyway (hfnn/ops/recode.py). y must then not be written to "
-            "before backward. Raises ValueError for another `keep`."
-        )
     lines.append('prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.')
     return "\n".join(lines)
 
@@ -229,14 +208,12 @@ def _normal(shape, generator, *options):
     return torch.randn(shape, generator=generator).mul(2)
 
 
-def _row(
-    name, text, torchs, base, reference, floor, numbers, values=((),), draw=_normal, keep=False, named=False, **more
-):
+def _row(name, text, torchs, base, reference, floor, numbers, values=((),), draw=_normal, named=False, **more):
     """The function of an op, and its module if there is one. text: the definition and its source.
 
     base: torch's class, the name of a class that torch does not have, or None. floor: the number of elements from which
     the C++ kernel is faster than torch. values: options of the contract's cases; draw(shape, generator, *options): an
-    input for them. keep: whether y may be kept instead (recode.py). named: torch takes the arguments only by name.
+    input for them. named: torch takes the arguments only by name.
     """
     parameters = list(inspect.signature(numbers).parameters.values())
     names = [p.name for p in parameters]
@@ -248,12 +225,10 @@ def _row(
         cases=table.cases(values), small=(3, 5, *values[0]), saves=not kept, recipe=not kept, **{**defaults, **more},
     )  # fmt: skip
     _OPS.append(op)
-    function = table.function(
-        op, parameters, _document(op, text, kept, keep, names), recode.KEEPS if keep else (), named
-    )
+    function = table.function(op, parameters, _document(op, text, kept, names), named=named)
     if base is None:
         return function
-    return function, table.module(op, base, label, function, recode.KEEPS[0] if keep else None)
+    return function, table.module(op, base, label, function)
 
 
 # The functions of csrc/unary.h, by their numbers there.
@@ -387,7 +362,7 @@ mish, Mish = _row(
 
     Misra, "Mish: A Self Regularized Non-Monotonic Activation Function", 2019. https://arxiv.org/abs/1908.08681""",
     F.mish, nn.Mish, lambda x: x * torch.tanh(x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))), 1 << 13,
-    _kind_or_inplace(8), keep=True, likes={"": {}}, formula=_without_numbers(_nn.mish),
+    _kind_or_inplace(8), likes={"": {}}, formula=_without_numbers(_nn.mish),
 )  # fmt: skip
 
 
@@ -406,7 +381,7 @@ hardswish, Hardswish = _row(
     """y = x min(max(x + 3, 0), 6) / 6; dy/dx = 0 up to -3, 1 from 3 on, else (2 x + 3) / 6.
 
     Howard et al., "Searching for MobileNetV3", 2019. https://arxiv.org/abs/1905.02244""",
-    F.hardswish, nn.Hardswish, _hardswish, 1 << 22, _kind_or_inplace(9), keep=True, likes={"": {}},
+    F.hardswish, nn.Hardswish, _hardswish, 1 << 22, _kind_or_inplace(9), likes={"": {}},
     formula=_without_numbers(_nn.hardswish), draw=_away_from_3,
 )  # fmt: skip
 
@@ -422,7 +397,7 @@ quick_gelu, QuickGELU = _row(
     f"""x sigmoid(1.702 x), the approximation of gelu in CLIP, in one op; without a kernel by torch's.
 
     {_HENDRYCKS}""",
-    _quick_gelu, "QuickGELU", _quick_gelu, 1 << 15, _kind(10), keep=True, likes={"": {}},
+    _quick_gelu, "QuickGELU", _quick_gelu, 1 << 15, _kind(10), likes={"": {}},
     formula=_without_numbers(_quick_gelu),
 )  # fmt: skip
 
@@ -458,7 +433,7 @@ gelu, GELU = _row(
     x^3))) with "tanh".
 
     {_HENDRYCKS}""",
-    F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate), keep=True,
+    F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate),
     values=(("none",), ("tanh",)), likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
     kernels=kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
     bench=((*BENCH, "none"), (*BENCH, "tanh")), casts=True,
@@ -472,7 +447,7 @@ silu, SiLU = _row(
     {_HENDRYCKS}
     Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
     Learning", 2017. https://arxiv.org/abs/1702.03118""",
-    F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (), keep=True,
+    F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (),
     likes={"": {}}, kernels=kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
 )  # fmt: skip
 

@@ -241,12 +241,6 @@ def over_two(of, x):
     return (F.layer_norm if of is F else memory(O.layer_norm))(x, x.shape[-2:])
 
 
-def kept(of, x):
-    """Keeps the result, and five bits per element that recover the input."""
-    x = x.bfloat16()
-    return (F.silu(x) if of is F else O.silu(x, keep="output", prefer="memory")).float()
-
-
 CALLS = {
     "convolution behind": (behind, IMAGES), "convolution, frozen": (frozen, IMAGES),
     "convolution, autocast": (low, IMAGES), "linear behind": (linear_behind, SHAPES),
@@ -254,7 +248,7 @@ CALLS = {
     "batch_norm, sum, relu": (residual, [shape for shape in SHAPES if shape != (1, 64)]),
     "add_layer_norm": (added, SHAPES), "add_rms_norm": (functools.partial(added, norm="rms_norm"), SHAPES),
     "rms norm in own words": (norm_of, SHAPES), "layer_norm over two": (over_two, SHAPES), "where": (chosen, SHAPES),
-    "keep=output": (kept, SHAPES), "attention": (attention, IMAGES),
+    "attention": (attention, IMAGES),
     **{
         name: (functools.partial(pooled, name=name), (*IMAGES, (4, 1, 16), (3, 2, 1, 1, 1)))
         for name in ("avg_pool", "adaptive_avg_pool", "adaptive_max_pool")

@@ -135,14 +135,6 @@ def launch_batch_norm(dtype, shape):
         op.backward(x, x, w, w, flags, mean, rstd, x, residual, None, None, None, False, kind, 0.1, 0)
 
 
-def launch_recode():
-    x, op = torch.empty(1 << 20, dtype=BF16, device="meta"), kernels("recode")
-    rank, start, table = (torch.empty(1 << 16, dtype=d, device="meta") for d in (torch.uint8, torch.int32, torch.int16))
-    packed = torch.empty(5 << 17, dtype=torch.uint8, device="meta")
-    op.encode(x, rank, packed, 0)
-    op.decode(x, packed, start, table, x, 0)
-
-
 def launch_wire():
     """Four ranks, a float32 gradient with its kept error, and a bfloat16 one without."""
     op, length = kernels("wire"), 1 << 18
@@ -302,7 +294,6 @@ def launch_all(everything):
     formats (a thread has the same number of registers on all of them)."""
     dtypes = (BF16, F16, F32) if everything else (BF16,)
     launch_bits()
-    launch_recode()
     launch_wire()
     launch_optim(everything)
     launch_lamb_and_adafactor(everything)
