@@ -1,8 +1,7 @@
 """torch.nn.functional's names, for hfnn's ops."""
 
 from hfnn.ops.adaptive_max_pool import adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d
-from hfnn.ops.add_layer_norm import add_layer_norm
-from hfnn.ops.add_rms_norm import add_rms_norm
+from hfnn.ops.add_norm import add_layer_norm, add_rms_norm
 from hfnn.ops.attention import scaled_dot_product_attention
 from hfnn.ops.avg_pool import (
     adaptive_avg_pool1d,

@@ -1,15 +1,115 @@
-"""The common part of add_layer_norm and add_rms_norm: a norm of a residual connection with dropout, in one pass.
+"""Normalisation of a residual connection with dropout, in one pass: add_layer_norm ends the blocks of post-norm
+transformers, add_rms_norm stands between those of a Llama.
 
     sum = residual + dropout(x),    y = norm(sum)
 
-There are two autograd nodes, that of dropout_add.py and the norm's own, and one kernel for both. Each node keeps,
-rebuilds and differentiates as it does alone. So the kept tensors are the sum, which continues the residual stream, its
-statistics and a seed; y has the norm's recipe. The fused kernel's y, mean and rstd match what the norm's own `rebuild`
-and `backward` expect (csrc/add_norm.h).
+dropout_add.py defines the sum; layer_norm.py and rms_norm.py define y. There are two autograd nodes, that of the sum
+and the norm's own, and one kernel for both. Each node keeps, rebuilds and differentiates as it does alone. So the kept
+tensors are the sum, which continues the residual stream, its statistics and a seed; y has the norm's recipe. The fused
+kernel's y, mean and rstd match what the norm's own `rebuild` and `backward` expect (csrc/add_norm.h).
+
+Vaswani et al., "Attention Is All You Need", 2017, section 5.4. https://arxiv.org/abs/1706.03762
 """
 
-from hfnn.core.context import is_plain
-from hfnn.ops import dropout, dropout_add, layer_norm
+import torch
+from torch import nn
+
+from hfnn.core import native
+from hfnn.core.context import compiling, is_plain
+from hfnn.core.kernel import Op, kernels
+from hfnn.ops import dropout, dropout_add, layer_norm, rms_norm
+
+
+def _op(norm, by_torch, floor, p) -> Op:
+    """The op. by_torch: the norm by torch's own ops; floor: the elements from which the C++ kernel is faster; p: the
+    benchmark's. It has two results, so the contract tests leave it out (tests/ops/test_residual.py tests it).
+    """
+
+    def reference(x, residual, *how, p=0.0, training=True, mask=None, **offset):
+        """The definition for a given boolean mask of what is kept, in the dtype of x."""
+        total = dropout_add.reference(x, residual, p, training and p > 0, mask=mask)
+        return norm.reference(total, *how, **offset), total
+
+    def torchs(input, residual, *how, p=0.0, training=True, **offset):
+        total = residual + nn.functional.dropout(input, p, training)
+        return by_torch(total, *how, **offset), total
+
+    def sample(case, dtype, device, generator=None):
+        """Arguments for tensors of shape `case[:-1]`; the last entry of a case is p."""
+        (x, residual, p, _), _ = dropout_add.sample(case, dtype, device, generator)
+        (_, *how), _ = norm.sample(case[-2:-1], dtype, device, generator)
+        return (x, residual, *how), {"p": p}
+
+    return Op(
+        f"add_{norm.OP.name}",
+        reference,
+        torchs,
+        kernels=kernels(norm.OP.name, floor, max_cols=65536),
+        sample=sample,
+        cases=tuple((*shape, p) for shape in ((1, 1), (3, 769), (64, 1024), (0, 4)) for p in (0.0, 0.1)),
+        traffic=(4, 5),
+        small=(3, 5, 0.5),
+        bench=((131072, 1024, p),),
+    )
+
+
+def _rms_norm(x, normalized_shape, weight=None, eps=None, offset=0.0):
+    if offset == 0:
+        return torch.rms_norm(x, normalized_shape, weight, eps)
+    return rms_norm._formula(normalized_shape, eps, offset, rms_norm.OP.out_dtype(x))(x, weight)
+
+
+LAYER = _op(layer_norm, torch.layer_norm, 1 << 17, 0.1)
+RMS = _op(rms_norm, _rms_norm, 1 << 14, 0.0)
+_layer_native = native.call("add_norm", LAYER, layer_norm._native, dropout_add._native)
+_rms_native = native.call("add_norm", RMS, rms_norm._native, dropout_add._native)
+
+
+def add_layer_norm(
+    input, residual, normalized_shape, weight=None, bias=None, eps=1e-5, *, p=0.0, training=True, prefer="auto"
+):
+    """(layer_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
+
+    Shapes: input, residual (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the residual's
+    dtype. Both results have the shape of input and the dtypes torch returns; sum continues the residual stream. p in
+    [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    """
+    dropped = float(p) if training else 0.0
+    results = None
+    if not compiling():
+        results = _layer_native(input, residual, normalized_shape, weight, bias, eps, 0.0, dropped, prefer)
+    if results is NotImplemented:
+        how = weight, bias, eps
+        results = _in_python(LAYER, layer_norm, input, residual, normalized_shape, how[:2], how, dropped, prefer)
+    if results is not None:
+        return results
+    total = dropout_add.dropout_add(input, residual, p, training, prefer=prefer)
+    return layer_norm.layer_norm(total, normalized_shape, weight, bias, eps, prefer=prefer), total
+
+
+def add_rms_norm(
+    input, residual, normalized_shape, weight=None, eps=None, *, p=0.0, training=True, offset=0.0, prefer="auto"
+):
+    """(rms_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
+
+    Shapes: input, residual (*, *normalized_shape); weight normalized_shape or None, float32 or of the residual's dtype.
+    offset is added to the weight (Gemma stores weight - 1). Both results have the shape of input and the dtypes torch
+    returns; sum continues the residual stream. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`). Raises what torch raises.
+    """
+    dropped = float(p) if training else 0.0
+    results = None
+    if not compiling():
+        results = _rms_native(input, residual, normalized_shape, weight, None, eps, offset, dropped, prefer)
+    if results is NotImplemented:
+        how = weight, eps, offset
+        results = _in_python(RMS, rms_norm, input, residual, normalized_shape, (weight,), how, dropped, prefer)
+    if results is not None:
+        return results
+    if offset == 0:
+        total = dropout_add.dropout_add(input, residual, p, training, prefer=prefer)
+        return rms_norm.rms_norm(total, normalized_shape, weight, eps, prefer=prefer), total
+    return RMS.torch(input, residual, normalized_shape, weight, eps, p=p, training=training, offset=offset)
 
 
 class _Summed:
@@ -31,11 +131,16 @@ class _Summed:
         return getattr(self._kernel, function)
 
 
-def run(norm, kernel, x, residual, p):
-    """(y, sum). `norm(sum, kernel)` is the norm's room, run with that kernel. None if no kernel accepts the dropout.
-
-    The caller has chosen `kernel` for tensors like residual, and has checked that x fits.
-    """
+def _in_python(op, norm, x, residual, normalized_shape, parameters, how, p, prefer):
+    """(y, sum); None if no kernel accepts the call: other ops then run, or raise. how: for the norm's node."""
+    if op.passes(residual, prefer):
+        return None
+    out = norm.OP.out_dtype(residual)
+    kernel = op.select(residual, *parameters, row=normalized_shape, out=out, prefer=prefer)
+    if kernel is None or not (0 <= p < 1 and is_plain(x) and x.device == residual.device):
+        return None
+    if not (dropout_add.fits(x, residual) and layer_norm.fits(residual, normalized_shape, *parameters)):
+        return None
     dropped, drawn = None, (0, 0, None)
     if p:
         dropped = dropout_add.OP.select(x, residual, out=residual.dtype, prefer="memory")
@@ -44,11 +149,4 @@ def run(norm, kernel, x, residual, p):
         drawn = dropout.philox_seed(x)
     fused = _Summed(kernel, p, drawn)
     total = dropout_add.run(x, residual, p, drawn, dropped, fused.fill)
-    return norm(total, fused), total
-
-
-def fits(x, residual, dropped, normalized_shape, *parameters) -> bool:
-    """Whether the fused kernels accept such tensors and dropout; otherwise other ops run, or raise."""
-    if not (0 <= dropped < 1 and is_plain(x) and x.device == residual.device):
-        return False
-    return dropout_add.fits(x, residual) and layer_norm.fits(residual, normalized_shape, *parameters)
+    return norm._run(total, *how, normalized_shape, out, fused), total

@@ -135,7 +135,8 @@ def _eps(eps, dtype):
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
 
 
-def _run(*args):
+def _run(x, weight, eps, *how):
+    args = x, weight, _eps(eps, x.dtype), *how
     return _RMSNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
@@ -164,7 +165,6 @@ def _in_python(input, normalized_shape, weight, eps, prefer):
         or ambiguous(input)
     ):
         return None
-    eps = _eps(eps, input.dtype)
     return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
 
 

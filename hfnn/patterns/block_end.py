@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hfnn.core.context import is_bare, is_plain, transformed
-from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
+from hfnn.ops import add_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
 from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
@@ -48,7 +48,7 @@ class Residual:
         if norm is None:
             return dropout_add.dropout_add(x, residual, drop.p, drop.training, prefer=self.prefer)
         how = norm.normalized_shape, norm.weight, norm.bias, norm.eps
-        y, _ = add_layer_norm.add_layer_norm(x, residual, *how, p=drop.p, training=drop.training, prefer=self.prefer)
+        y, _ = add_norm.add_layer_norm(x, residual, *how, p=drop.p, training=drop.training, prefer=self.prefer)
         return y
 
 
@@ -70,7 +70,7 @@ class BlockEnd(Match):
 
     @property
     def op(self):
-        return dropout_add.OP if self.norm is None else add_layer_norm.OP
+        return dropout_add.OP if self.norm is None else add_norm.LAYER
 
     def __str__(self) -> str:
         return f"hfnn {self.op.name} of {self.dense}"

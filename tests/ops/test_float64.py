@@ -13,7 +13,7 @@ from torch import nn
 
 import hfnn
 from hfnn import optim
-from hfnn.ops import add_layer_norm, add_rms_norm, qk_norm_rope, rope
+from hfnn.ops import add_norm, qk_norm_rope, rope
 from hfnn.optim import swap
 from hfnn.testing import error
 
@@ -22,7 +22,7 @@ from .test_contract import function, leaves, pinned, to
 F64 = torch.float64
 NEAR = 2e-14  # the largest seen is 3e-15
 ELEMENTS = 1 << 15
-SUMS = add_layer_norm.OP, add_rms_norm.OP  # a case's last number is the probability of a dropout
+SUMS = add_norm.LAYER, add_norm.RMS  # a case's last number is the probability of a dropout
 # The index, and ops that only modules call.
 OPS = (*hfnn.ops.CONTRACT, *SUMS, rope.OP, qk_norm_rope.OP)
 CASES = [

@@ -11,7 +11,7 @@ import hfnn
 from hfnn import testing
 from hfnn.core import recipe
 from hfnn.core.kernel import _interpreting
-from hfnn.ops import add_layer_norm, add_rms_norm, dropout_add
+from hfnn.ops import add_norm, dropout_add
 
 F = hfnn.functional
 ON_CUDA = torch.cuda.is_available()
@@ -20,7 +20,7 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 # (input, residual): the same dtype, and autocast's combinations.
 PAIRS = (F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F16, F32)
 SHAPES = (3, 769), (5, 3, 64), (9, 1000), (1, 1), (2, 9000)
-NORMS = {"layer": (F.add_layer_norm, add_layer_norm), "rms": (F.add_rms_norm, add_rms_norm)}
+NORMS = {"layer": (F.add_layer_norm, add_norm.LAYER), "rms": (F.add_rms_norm, add_norm.RMS)}
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 norms = pytest.mark.parametrize("norm", NORMS)
@@ -63,14 +63,14 @@ def mask_of(total, residual):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @kernels
 def test_matches_float64(kernel, shape, p, norm, pair, device):
-    fn, room = NORMS[norm]
+    fn, op = NORMS[norm]
     leaves, call = draw(norm, shape, pair, p, device)
     with hfnn.use(kernel):
         results, grads = run(call, fn, leaves)
     assert results[1].grad_fn.name().startswith("_DropoutAdd") and results[0].grad_fn.name().startswith("_")
     assert all(y.dtype is pair[1] for y in results) and grads[0].dtype is pair[0]
     mask = mask_of(results[1], leaves[1]) if p else torch.ones_like(leaves[0], dtype=torch.bool)
-    wide = run(call, room.reference, [t.detach().double().requires_grad_() for t in leaves], mask=mask)
+    wide = run(call, op.reference, [t.detach().double().requires_grad_() for t in leaves], mask=mask)
 
     def own(*args, mask, p, **more):
         """torch's ops, in the dtypes given."""
@@ -154,14 +154,14 @@ def test_nothing_is_written_to_and_runs_are_equal(kernel, p, norm, device):
 @kernels
 def test_any_layout(kernel, norm, device):
     (x, residual, *rest), call = draw(norm, (6, 770), (F32, F32), 0.3, device)
-    fn, room = NORMS[norm]
+    fn, op = NORMS[norm]
     with hfnn.use(kernel):
         want = run(call, fn, [x, residual, *rest])
         spread, columns = (lambda t: torch.stack([t, t], -1)[..., 0]), (lambda t: t.t().contiguous().t())
         for layout in (spread, columns):
             laid = [layout(t.detach()).requires_grad_() for t in (x, residual)]
             if layout is columns:  # torch's own ops run, and draw, where the sum has this layout
-                want = run(call, room._torch, [*laid, *rest])
+                want = run(call, op.torch, [*laid, *rest])
             got = run(call, fn, [*laid, *rest])
             assert layout is not columns or got[0][1].stride() == want[0][1].stride() == laid[1].stride()
             for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
@@ -188,7 +188,7 @@ def test_empty(kernel, p, norm, device):
 @kernels
 def test_double_backward(kernel, norm, device):
     """Against the reference in float64, whose graph is torch's."""
-    fn, room = NORMS[norm]
+    fn, op = NORMS[norm]
     leaves, call = draw(norm, (4, 65), (F32, F32), 0.3, device)
 
     def second(function, leaves, **more):
@@ -201,8 +201,8 @@ def test_double_backward(kernel, norm, device):
     with hfnn.use(kernel):
         total, got = second(fn, leaves)
     mask = mask_of(total, leaves[1])
-    _, wide = second(room.reference, [t.detach().double().requires_grad_() for t in leaves], mask=mask)
-    _, own = second(room.reference, leaves, mask=mask)
+    _, wide = second(op.reference, [t.detach().double().requires_grad_() for t in leaves], mask=mask)
+    _, own = second(op.reference, leaves, mask=mask)
     for i, (g, w, o) in enumerate(zip(got, wide, own, strict=True)):
         testing.assert_close(g, w, o, 2 * testing.GRADIENTS, f"second gradient {i}")
 
@@ -274,13 +274,13 @@ def test_keeps_the_sum_and_a_seed(kernel, norm, device):
 @norms
 def test_autocast(norm, device):
     """The dtypes of torch's own ops, for every pair and both low precisions."""
-    fn, room = NORMS[norm]
+    fn, op = NORMS[norm]
     for low in (BF16, F16):
         for x_dtype, dtype in ((F32, F32), (low, low), (low, F32), (F32, low)):
             leaves, call = draw(norm, (4, 64), (x_dtype, dtype), 0.3, device)
             leaves[2:] = [t.detach().float() for t in leaves[2:]]
             with torch.autocast(device, dtype=low):
-                want = [y.dtype for y in call(room.OP.torch, *leaves)]
+                want = [y.dtype for y in call(op.torch, *leaves)]
                 for prefer in ("memory", "auto"):
                     assert [y.dtype for y in call(fn, *leaves, prefer=prefer)] == want
                 want = (torch.dropout(leaves[0], 0.3, True) + leaves[1]).dtype

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfnn.core.context import compiling, context, is_bare
 from hfnn.core.kernel import forced
-from hfnn.ops.add_layer_norm import add_layer_norm
+from hfnn.ops.add_norm import add_layer_norm
 from hfnn.ops.attention.multihead import MultiheadAttention
 from hfnn.ops.attention.sdpa import OP
 from hfnn.ops.dropout import Dropout
