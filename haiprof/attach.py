@@ -14,6 +14,7 @@ from haiprof import control, record
 from haiprof.counters import Counters
 
 OUTSIDE = 2.0  # seconds of profiling from outside
+UNDISTURBED = 6  # steps before a window
 HZ = 5  # readings per second from outside
 
 
@@ -33,10 +34,13 @@ def attach(target, folder, steps, seconds, what) -> str:
         )
         return outside(int(target), folder)
     infos = [control.ask(path, {"do": "start", "folder": folder}) for path in paths]
-    request = {"do": "deep", "what": what} if what else {"do": "wait"}
-    request |= {"steps": steps, "seconds": seconds}
-    with ThreadPoolExecutor(len(paths)) as pool:  # ranks wait for one another, so all are asked in parallel
-        answers = list(pool.map(lambda path: _asked(path, request, seconds), paths))
+    requests = [{"do": "deep", "what": what, "steps": steps}] if what else [{"do": "wait", "steps": steps}]
+    if {"operators", "memory"} & set(what):  # which take time: before, steps without them
+        requests.insert(0, {"do": "wait", "steps": UNDISTURBED})
+    answers = []
+    for request in requests:
+        with ThreadPoolExecutor(len(paths)) as pool:  # ranks wait for one another, so all are asked in parallel
+            answers += pool.map(lambda path: _asked(path, {**request, "seconds": seconds}, seconds), paths)  # noqa: B023
     answers += [_asked(path, {"do": "stop"}, 0) for path in paths]
     for answer in answers:
         if "error" in answer:

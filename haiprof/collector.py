@@ -55,12 +55,12 @@ class Collector:
         self._missing = {}  # as last written
         self.samples, self._samples_due = Samples(), 0.0  # time.monotonic of their next line
         self._ready = float("inf")  # time.perf_counter from which on steps are no longer those of its own start
+        self.works = False  # whether a window takes time
         self._disturbed = False  # whether the running step has paid for a window or a census
         self._watch = Watch()
         self._before = {}  # totals as last written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
-        self._between = threading.Condition()
-        self._at_exit = None  # of multiprocessing
+        self._between, self._at_exit = threading.Condition(), None  # of multiprocessing
 
     def start(self):
         try:
@@ -163,11 +163,10 @@ class Collector:
             self.events.add(self.done, step)
         self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step), self._disturbed))
         self.done += 1
-        self._disturbed = self.window is not None and self.window.disturbs
+        self._disturbed = self.works
         if self.window is not None:
             self.window.on_step()
-        else:
-            self._disturbed = self._watch.step()
+        self._disturbed |= self._watch.step()
         with self._between:
             self._between.notify_all()
 
@@ -239,10 +238,12 @@ class Collector:
         self._write_steps([self._steps.popleft() for _ in range(len(self._steps))])
         if self.counters is not None:
             reading = self.counters.read()
-            self.writer.write({"kind": "counters", "wall": time.time(), "steps": self.done, **reading})
+            reading |= {"steps": self.done, "own": self.works}
+            self.writer.write({"kind": "counters", "wall": time.time(), **reading})
             self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
             self.latest.update(reading)
-            self._watch.note(self.done, reading.get("gpu.allocated", reading.get("process.memory")))
+            held = reading.get("gpu.allocated", reading.get("process.memory"))
+            self._watch.note(0 if self.works else self.done, held)
             self._tell_missing()
         if (line := self._watch.line()) is not None:
             self.writer.write(line)

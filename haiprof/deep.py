@@ -1,6 +1,5 @@
 """Detailed profiling of a few steps, on request: operators and kernels, Python stacks, the CUDA allocator."""
 
-import gzip
 import json
 import sys
 import threading
@@ -9,7 +8,7 @@ from collections import Counter
 
 from haiprof import record
 
-TOP = 40  # number of written rows of operators and of rooms
+TOP = 40  # number of written rows of stacks and of rooms
 INTERVAL = 0.005  # seconds between samples of the Python stacks
 
 
@@ -17,7 +16,8 @@ class Window:
     """Starts with the next step of the collector's process, and ends after `steps` steps.
 
     what: some of "operators", "stacks", "memory". torch.profiler is started and stopped in the training thread, because
-    it profiles the thread that starts it. The waiting thread does the rest.
+    it profiles the thread that starts it. The waiting thread does the rest. For operators, the FLOPs of one step more
+    are counted before.
     """
 
     def __init__(self, collector, steps, what):
@@ -26,17 +26,26 @@ class Window:
             raise ValueError(f"steps={steps}, what={list(what)}: takes 1 or more, of operators, stacks and memory")
         if collector.window is not None:
             raise RuntimeError("another deep window is open")
-        self._collector, self._what, self._left = collector, set(what), steps
+        self._collector, self._what, self._left, self._steps = collector, set(what), steps, steps
         self.disturbs = bool(self._what - {"stacks"})  # whether its steps take longer
         self._over, self._stop = threading.Event(), threading.Event()
-        self._profiler = self._sampler = self._error = None
+        self._profiler = self._sampler = self._error = self._counter = self._modules = None
+        self.flops = None  # of a step
         self.stacks, self.files = Counter(), []
         collector.window = self
+        collector.works = self.disturbs  # until the files are written
 
     def on_step(self):
         """Runs in the training thread, between two steps."""
         try:
-            if self._sampler is None:
+            if self._over.is_set():  # it was closed in another thread, while FLOPs were counted
+                self._count_no_more()
+                self._collector.window = None
+            elif "operators" in self._what and self._counter is None and self.flops is None:
+                from haiprof import operators
+
+                self._counter = operators.Flops()
+            elif self._sampler is None:
                 self._begin()
             else:
                 self._left -= 1
@@ -50,6 +59,11 @@ class Window:
         import torch
 
         if "operators" in self._what:
+            from haiprof import operators
+
+            self._count_no_more()
+            self._modules = operators.Modules(self._collector.phases.models())
+            self._modules.install()
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -67,6 +81,11 @@ class Window:
         if "stacks" in self._what:
             self._sampler.start()
 
+    def _count_no_more(self):
+        """In the training thread."""
+        counter, self._counter = self._counter, None
+        self.flops = counter.end()
+
     def _sample(self, thread):
         while not self._stop.wait(INTERVAL):
             frame, names = sys._current_frames().get(thread), []
@@ -79,9 +98,15 @@ class Window:
 
     def close(self):
         """Ends it, from any thread; recorded data stays."""
-        if self._collector.window is self:
-            self._collector.window = None
+        if self._collector.window is self and not self._over.is_set():
+            if self._counter is None:
+                self._collector.window = None
+            elif threading.get_ident() == self._collector.phases.thread:
+                self._count_no_more()
+                self._collector.window = None
             self._stop.set()  # first: what follows is no part of a step
+            if self._modules is not None:
+                self._modules.remove()
             if self._profiler is not None:
                 try:
                     self._profiler.stop()
@@ -92,6 +117,12 @@ class Window:
     def wait(self, seconds) -> list[str]:
         """Waits for the end and returns the written files. Raises TimeoutError if the steps did not run within
         `seconds`."""
+        try:
+            return self._wait(seconds)
+        finally:
+            self._collector.works = False
+
+    def _wait(self, seconds):
         if not self._over.wait(seconds):
             self.close()
             raise TimeoutError(f"{self._left} steps less than asked for came in {seconds:.0f} s")
@@ -117,14 +148,19 @@ class Window:
             self._collector.writer.write({**line, "wall": time.time()})
 
     def _operators(self, path):
+        import torch
+
+        from haiprof import operators
+
         self._profiler.export_chrome_trace(path)
-        rows = []
-        for event in self._profiler.key_averages():
-            gpu = getattr(event, "self_device_time_total", 0)
-            rows.append([event.key, event.count, event.self_cpu_time_total / 1e6, gpu / 1e6])
-        rows.sort(key=lambda row: -(row[3] or row[2]))
-        rooms = _rooms(path) if "hfnn" in sys.modules else []
-        line = {"kind": "operators", "rows": rows[:TOP], "rooms": rooms, "hfreduce": _hfreduce()}
+        events = operators.read(path)
+        rows, host, gpu = operators.rows(self._profiler)
+        line = {"kind": "operators", "steps": self._steps, "rows": rows, "host": host, "on_gpu": gpu}
+        line |= {"gpu": operators.launches(events, self._steps), "flops": self.flops}
+        if torch.cuda.is_initialized():
+            line["device"] = torch.cuda.get_device_name()
+            line["peak"] = operators.peak(line["device"])
+        line |= {"rooms": _rooms(events) if "hfnn" in sys.modules else [], "hfreduce": _hfreduce()}
         self._told(path, line)
 
     def _memory(self, path):
@@ -143,10 +179,8 @@ def _innermost(stack):
     return stack.rpartition(";")[2]
 
 
-def _rooms(path) -> list:
+def _rooms(events) -> list:
     """[room, calls, seconds] of hfnn's ops: Python functions of hfnn/ops and hfnn/kernels, and autograd nodes."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
     calls, seconds = Counter(), Counter()
     for event in events:
         name = event.get("name", "")

@@ -53,8 +53,10 @@ class Watch:
         self._held, self._census, self._over, self._line = [], None, False, None
 
     def note(self, steps, held):
-        """held: bytes, or None."""
-        if held is not None and steps:
+        """held: bytes, or None. steps: 0 begins anew."""
+        if not steps:
+            self._held.clear()
+        elif held is not None:
             self._held.append((steps, held))
         if len(self._held) > 200:
             del self._held[::2]

@@ -3,7 +3,7 @@
 import html
 from pathlib import Path
 
-from haiprof import trace
+from haiprof import report, trace
 from haiprof.report import COUNTERS
 from haiprof.verdict import PARTS, Verdict, captures, ms
 
@@ -31,7 +31,7 @@ def write(verdict: Verdict, path):
     resources = Resources(mode="inline", components=["bokeh"])
     bokeh = resources.render_js() if figures else ""
     captured = [f"<p>{html.escape(each)}</p>" for each in captures(verdict)]
-    body = "\n".join([_findings(verdict), _table(verdict), *captured, *divs])
+    body = "\n".join([_findings(verdict), _table(verdict), _operators(verdict), *captured, *divs])
     style = "body{font:15px sans-serif;margin:2em;max-width:1100px}td,th{padding:.2em .8em;text-align:right}"
     style += "table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}li{margin:.2em}pre{overflow-x:auto}"
     Path(path).write_text(
@@ -67,6 +67,17 @@ def _table(verdict):
         cells = "".join(f"<td>{cell}</td>" for cell in (rank.rank, rank.steps, *cells))
         rows.append(f'<tr class="rank">{cells}</tr>')
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _operators(verdict):
+    title, rows = report.operators(verdict)
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("operator", "share", "calls a step", "shapes", "module"))
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    counted = "".join(f"<p>{html.escape(each)}</p>" for each in report.flops(verdict))
+    table = f'<div class="wide"><table class="text"><tr>{head}</tr>{body}</table></div>'
+    return f"<h3>{html.escape(title)}</h3>{table}{counted}"
 
 
 def _figure(title, **more):

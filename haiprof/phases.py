@@ -193,6 +193,8 @@ class Phases:
 
     def collects(self, what, _):
         """A callback of Python's garbage collector."""
+        if threading.get_ident() != self.thread:
+            return
         if what == "start":
             self._collects = perf_counter()
         elif self._collects is not None:

@@ -1,5 +1,6 @@
 """`report DIR` in the terminal: the verdict, then the numbers behind it."""
 
+from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console, Group
@@ -8,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof import record
-from haiprof.verdict import PARTS, Verdict, captures
+from haiprof.verdict import PARTS, Verdict, captures, ms
 
 # The shown counters: name, title, and format of the mean.
 COUNTERS = [
@@ -38,7 +39,7 @@ def page(verdict: Verdict) -> Group:
     """The whole report, for printing with rich."""
     parts = [_findings(verdict)]
     if verdict.ranks:
-        parts += [_phases(verdict), _counters(verdict), *map(Text, captures(verdict))]
+        parts += [_phases(verdict), *_operators(verdict), _counters(verdict), *map(Text, captures(verdict))]
     missing = {name: why for rank in verdict.ranks for name, why in record.missing(rank.run).items()}
     parts += [Text(f"not measured: {name}: {why}", style="dim") for name, why in sorted(missing.items())]
     return Group(*parts)
@@ -96,6 +97,51 @@ def _caption(verdict):
     if gap:
         said.append(f"validation between steps took {gap:.2f} s in all")
     return "; ".join(said)
+
+
+LARGEST = 10  # operators that are shown
+
+
+def operators(verdict) -> tuple[str, list[list[str]]]:
+    """Of the first rank with a window of operators: a title, and rows of operator, share, calls per step, shapes,
+    module."""
+    rank = next((rank for rank in verdict.ranks if rank.operators().get("steps")), None)
+    if rank is None:
+        return "", []
+    line = rank.operators()
+    column, total = (3, line["on_gpu"]) if line["on_gpu"] else (2, line["host"])
+    rows = [
+        [row[0], f"{row[column] / total:.1%}" if total else "", f"{row[1] / line['steps']:g}", row[4], row[5]]
+        for row in line["rows"][:LARGEST]
+    ]
+    where = "GPU" if line["on_gpu"] else "host"
+    title = f"largest operators of rank {rank.rank}, shares of {ms(total / line['steps'])} a step on the {where}"
+    return f"{title} ({line['steps']} steps; all in {Path(str(rank.run['stem'])).name}.operators.json.gz)", rows
+
+
+def flops(verdict) -> list[str]:
+    """For each rank whose FLOPs were counted."""
+    found = []
+    for rank in verdict.ranks:
+        line = rank.operators()
+        if line.get("flops"):
+            seconds = (rank.gpu or {}).get("seconds") or rank.seconds
+            rate = line["flops"] / seconds
+            text = f"rank {rank.rank}: {line['flops']:.3g} FLOPs a step (FlopCounterMode), {rate / 1e12:.3g} TFLOP/s"
+            if line.get("peak"):
+                text += f", MFU {rate / line['peak']:.1%} of {line['peak'] / 1e12:g} ({line['device']}, bfloat16)"
+            found.append(text)
+    return found
+
+
+def _operators(verdict):
+    title, rows = operators(verdict)
+    if not rows:
+        return []
+    table = Table("operator", "share", "calls a step", "shapes", "module", title=title, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return [table, *map(Text, flops(verdict))]
 
 
 def _counters(verdict):

@@ -40,6 +40,10 @@ class Rank:
     workers: dict[str, float] = field(default_factory=dict)  # seconds per batch of each worker of a loader
     growth: float = 0.0  # bytes of memory per step
 
+    def operators(self) -> dict:
+        """The line of the last window of operators, or {}."""
+        return (self.run.get("operators") or [{}])[-1]
+
     def communication(self) -> float:
         """Seconds per step for which the host was blocked by collectives, in calls and at the end of backward."""
         return sum(self.waits.values()) + self.exposed
@@ -122,6 +126,9 @@ def summary(run) -> Rank | None:
     exposed = sum(line["exposed"] for line in recorded) / backwards if backwards else 0.0
     counters, held = {}, []
     for line in run.get("counters", ()):
+        if line.get("own"):
+            held.clear()  # it was memory of haiprof
+            continue
         for name, value in line.items():
             if isinstance(value, int | float):
                 counters.setdefault(name, []).append(value)

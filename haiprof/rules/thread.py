@@ -116,7 +116,7 @@ def outside(verdict):
         return own / rank.seconds - explained(rank, "other") - rank.collecting / rank.seconds - on_gpu(verdict, rank)
 
     worst, rank = most(verdict, share)
-    if worst < OUTSIDE:
+    if worst * (1 - (rank.mean("process.delay") or 0.0)) < OUTSIDE:  # the thread may only lack a processor
         return None
 
     def here(sample):

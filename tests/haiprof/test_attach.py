@@ -92,6 +92,7 @@ def test_an_idle_run(tmp_path, training):
     assert run["run"]["pid"] == process.pid and run["end"][0]["steps"] >= 5
     names = [row[0] for row in run["operators"][0]["rows"]]
     assert "aten::addmm" in names and len(names) <= 40
+    assert run["operators"][0]["flops"] == 2 * 8 * (2 * 32 * 32 + 3 * 32)
     stacks = next(out.glob("*.stacks.txt")).read_text()
     assert "a_slow_function" in stacks and "a_slow_function" in run["stacks"][0]["rows"][0][0]
     (operators,) = out.glob("*.operators.json.gz")
