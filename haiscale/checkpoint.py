@@ -37,7 +37,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from haiscale import optimizer_state, partial, pending
+from haiscale import optimizer_state, partial, pending, signals
 from haiscale import state as states
 from haiscale.mesh import sibling
 
@@ -140,14 +140,13 @@ def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> 
 
     Returns a function that tells whether any rank has received one. All ranks call it together, between two steps, and
     get the same answer. It is one all_reduce of a number on the host. haiscale.launch forwards signals to its ranks.
+    Workers of DataLoaders ignore these signals, if they start later.
     """
-    got = []
-    for number in numbers or (signal.SIGTERM,):
-        signal.signal(number, lambda *_: got.append(True))
+    received = signals.watch(numbers or (signal.SIGTERM,))
     group = _Ranks(process_group).beside()
 
     def asked() -> bool:
-        flag = torch.tensor([int(bool(got))])
+        flag = torch.tensor([int(received())])
         if group is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return bool(flag)
