@@ -108,9 +108,12 @@ class Output(threading.Thread):
                 *lines, stream.part = (stream.part + chunk).split(b"\n")
                 if not chunk and stream.part:
                     lines = [stream.part]
-                if lines and stream.target == 1:
-                    self._streams[stream.rank][1].show_held()
-                stream.take(lines, self._hold)
+                try:
+                    if lines and stream.target == 1:
+                        self._streams[stream.rank][1].show_held()
+                    stream.take(lines, self._hold)
+                except BrokenPipeError:  # nobody reads this process's output: the rank is to see that
+                    chunk = b""
                 if not chunk:
                     del self._ends[end]
                     end.close()

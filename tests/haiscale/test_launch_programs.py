@@ -75,6 +75,14 @@ def test_record_of_torch(tmp_path):
     assert "was the first to fail" in report and "raise KeyError('of rank 1')\nKeyError: 'of rank 1'\n" in report
 
 
+def test_nobody_reads_the_output(tmp_path):
+    """Ranks learn it, as they do under torchrun; they waited for space in their pipe."""
+    path = script(tmp_path, "while True:\n    print('a line')\n")
+    command = f"{sys.executable} -P -m haiscale.launch --nproc 1 {path} | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[rank 0] a line\n" and "\nBrokenPipeError: [Errno 32] Broken pipe" in done.stderr
+
+
 def test_options_of_python(tmp_path):
     path = script(tmp_path, "import sys; print(sys.orig_argv[1:], sys._xoptions, sys.warnoptions)")
     options = ["-W", "ignore", "-Wdefault", "-X", "mine=1", "-Xdev"]
