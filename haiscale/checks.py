@@ -3,11 +3,14 @@
 import hashlib
 import socket
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as registry
+
+NAMES = 8  # parameters that a message lists
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -108,6 +111,52 @@ def no_sparse_gradients(module: nn.Module, parameters: Collection[torch.Tensor])
                 f"{path(module, part.weight)} has sparse gradients, which are not averaged: set sparse=False, or "
                 "freeze it"
             )
+
+
+_registered = 0  # parameters and modules that any module of this process was given
+
+
+def _count(*_):
+    global _registered
+    _registered += 1
+
+
+registry.register_module_parameter_registration_hook(_count)
+registry.register_module_module_registration_hook(_count)
+
+
+class Added:
+    """Raises ValueError, when called, for trained parameters that a wrapped module has been given since.
+
+    The module is only looked at after some module was given something. prepare: called before that.
+    """
+
+    def __init__(self, module: nn.Module, prepare: Callable[[], None] = lambda: None):
+        self._module, self._prepare = module, prepare
+        self._known = {id(p): p for p in module.parameters()}
+        self._look()
+
+    def __call__(self):
+        if (_registered, sum(map(len, self._lists))) == self._seen and not any(p.requires_grad for p in self._frozen):
+            return
+        self._prepare()
+        new = [p for p in self._module.parameters() if id(p) not in self._known and p.requires_grad]
+        if new:
+            names = "; ".join(path(self._module, p) for p in new[:NAMES])
+            more = f"; and {len(new) - NAMES} more" if len(new) > NAMES else ""
+            raise ValueError(
+                f"{me()}: {len(new)} parameters were added to the model, or replaced others, after it was wrapped, so "
+                f"they would not be averaged: {names}{more}. Wrap after adding or replacing them, and make the "
+                "optimizer of the wrapped model's parameters"
+            )
+        self._look()
+
+    def _look(self):
+        """Remembers what the module is like. Lists are watched, because `insert` registers nothing."""
+        modules = self._module.modules()
+        self._lists = [part._modules for part in modules if isinstance(part, nn.ModuleList | nn.Sequential)]
+        self._frozen = [p for p in self._module.parameters() if id(p) not in self._known]
+        self._seen = _registered, sum(map(len, self._lists))
 
 
 def _rows(module, ignored):

@@ -21,9 +21,9 @@ class NotOnAllRanks(Exception):
 class DistributedDataParallel(wrapper.DDP):
     """haiscale.ddp.DDP for a script written for torch's wrapper; `isinstance` treats it as torch's.
 
-    As in torch, gradients have their own memory unless gradient_as_bucket_view is set, and parameters unfrozen later
-    are not averaged. agree() is called if this rank has no objection; NotOnAllRanks is raised unless it returns "".
-    given: torch's arguments by name.
+    As in torch, gradients have their own memory unless gradient_as_bucket_view is set, and parameters unfrozen or
+    added later are not averaged. agree() is called if this rank has no objection; NotOnAllRanks is raised unless it
+    returns "". given: torch's arguments by name.
     """
 
     dim, broadcast_bucket_size, use_side_stream_for_tensor_copies = 0, 250 * 2**20, False
@@ -50,7 +50,7 @@ class DistributedDataParallel(wrapper.DDP):
 
     def _set_up(self, parameters):
         super()._set_up(parameters)
-        self.reducer.frozen = []
+        self.reducer.frozen, self._check_added = [], lambda: None
         # Used by torch.distributed.pipelining before the last microbatch's backward; forwards are in no_sync there.
         reducer = weakref.proxy(self.reducer)
         # Lightning and accelerate do the same for a backward that they begin themselves.

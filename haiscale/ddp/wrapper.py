@@ -97,6 +97,7 @@ class DDP(nn.Module, Joinable):
         cap = None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))
         total = buckets.nbytes(parameters, self.wire_dtype)
         self._narrow, self._overlap, self._divide_by_initial = narrow, None, True
+        self._check_added = checks.Added(self.module)
         self._synced = Buffers(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(
             self.module, parameters, assisted(self.process_group) if self.cpu_assisted else self.process_group,
@@ -155,6 +156,7 @@ class DDP(nn.Module, Joinable):
         elif torch.is_grad_enabled():
             if self._overlap is not None:
                 self._overlap.check_stepped()
+            self._check_added()
             self.reducer.prepare(self.require_backward_grad_sync)
         elif self.reducer.fault is not None:
             raise self.reducer.fault
@@ -316,7 +318,7 @@ class DDP(nn.Module, Joinable):
             raise ValueError("a model can be copied or pickled without overlap_forward only: remove() it first")
         self._end_step()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_synced", "_narrow", "_overlap", "_join_config"):
+        for name in ("process_group", "reducer", "_synced", "_narrow", "_overlap", "_join_config", "_check_added"):
             del state[name]
         return state
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from haiscale import checks
+
 # Alignment of parameters in elements: multiples of 16 bytes in a shard, of 128 bytes in whole 16-bit buffers.
 SHARD_ALIGNMENT, WHOLE_ALIGNMENT = 16, 64
 
@@ -160,9 +162,14 @@ class Flat(Layout):
         """Takes over the values of parameters that replaced ours in modules."""
         for p in self.parameters:
             module, name = p.places[0]
-            present = module._parameters[name]
+            present = module._parameters.get(name)
+            if present is None:
+                raise ValueError(
+                    f"{checks.me()}: {p.name} was removed from the model after it was wrapped. Wrap after changing it"
+                )
             if present is not p.sharded:
                 p.sharded.copy_(present) if isinstance(present, DTensor) else self.write(p, present)
+                present.given_to_fsdp = True
                 p.put(p.sharded)
 
     def versions(self) -> int:

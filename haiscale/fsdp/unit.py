@@ -23,8 +23,7 @@ def stepped(optimizer: torch.optim.Optimizer | None = None, *_) -> None:
     """
     _steps[0] += 1
     for group in optimizer.param_groups if optimizer is not None else ():
-        first = next(iter(group["params"]), None)
-        if getattr(first, "given_to_fsdp", False) and first.grad is None:
+        if any(p.grad is None and getattr(p, "given_to_fsdp", False) for p in group["params"]):
             raise ValueError(
                 f"{type(optimizer).__name__} was made of parameters that FSDP has sharded since, so its step changes "
                 "nothing: make the optimizer of model.parameters() after wrapping the model"

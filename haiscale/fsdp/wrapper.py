@@ -87,6 +87,7 @@ class FSDP(nn.Module):
         self._engine.forward_prefetch = bool(forward_prefetch)
         self._engine.backward_prefetch = backward_prefetch is not None
         self._engine.reduce_unused = bool(reduce_unused)
+        self._check_added = checks.Added(module, self._adopt)
         if self.zero == 3:
             recipe.parameters_are_resharded()
 
@@ -128,6 +129,8 @@ class FSDP(nn.Module):
         return engine
 
     def forward(self, *args, **kwargs):
+        if torch.is_grad_enabled() and not in_graph_task():
+            self._check_added()
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
@@ -136,6 +139,11 @@ class FSDP(nn.Module):
             raise
         dtype = self.precision.output_dtype
         return output if dtype is None else cast(output, dtype)
+
+    def _adopt(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.adopt()
 
     def __getattr__(self, name: str):
         """Other attributes are the module's; methods are called as described in `haiscale.fsdp.methods`."""
