@@ -179,6 +179,7 @@ FAULTS = {
     "fsdp: an average lost": _replaced(flats.Flat, "attach", _average_lost),
     "fsdp: recipes refer to parameters": _recipes_of_parameters,
     "fsdp: exceptions not forgotten": _replaced(engine.Engine, "reset", lambda real: lambda self: None),
+    "fsdp: whole after an exception": _replaced(engine, "_ended", lambda real: lambda engine: lambda ending: None),
     "ddp: buffers not sent": _replaced(buffers.Buffers, "synchronise", lambda real: lambda self, source=0: False),
     "ddp: no_sync ignored": _replaced(reducer.Reducer, "arm", _ddp_sync_ignored),
 }  # fmt: skip

@@ -41,6 +41,14 @@ def in_another_order(program) -> bool:
     return several or any(node.get("residual") or node.get("output") == "input" for node in nodes)
 
 
+class Stopped(Exception):
+    """A forward that began, and did nothing."""
+
+
+def _stop(*_):
+    raise Stopped
+
+
 class Session:
     """A program's model, on the ranks of a group."""
 
@@ -82,6 +90,9 @@ class Session:
     def visible(self, p):
         return p.grad
 
+    def recover(self) -> None:
+        """What a user does after a backward that raised."""
+
     def reshard(self) -> None:
         """Whole parameters are gathered anew, where a wrapper leaves this to the user after an evaluation."""
 
@@ -103,6 +114,18 @@ class Ours(Session):
         if self.fsdp:
             return self.wrapped.clip_grad_norm_(norm)
         return nn.utils.clip_grad_norm_(self.wrapped.parameters(), norm)
+
+    def recover(self):
+        """The next forward of DDP names that backward, if it has changed gradients, before the model runs."""
+        if not self.fsdp:
+            handle = self.model.register_forward_pre_hook(_stop)
+            with contextlib.suppress(Stopped):
+                try:
+                    self.wrapped(None)
+                except ValueError as error:
+                    if "ended in an exception" not in str(error):
+                        raise
+            handle.remove()
 
     def state(self):
         if self.fsdp:

@@ -197,6 +197,24 @@ class Steps:
             for handle in handles:
                 handle.remove()
 
+    def raises(self, which):
+        """An exception in a backward, at the output of some module, after which training continues."""
+
+        def hook(module, args, output):
+            output = models.main_of(output)
+            if output.requires_grad:
+                output.register_hook(_raise)
+
+        modules = list(self.session.model.modules())
+        handle = modules[which % len(modules)].register_forward_hook(hook)
+        with contextlib.suppress(ZeroDivisionError), self.session.syncing(True):
+            loss = self.loss(self.forward())
+            handle.remove()
+            self.backward(loss, True)
+        self.look("value")
+        self.session.recover()
+        self.session.optimizer.zero_grad()
+
     def save_and_load(self, scale):
         """Changes and loads whole values of the state."""
         state = {name: value.detach().clone() for name, value in self.session.state().items()}
