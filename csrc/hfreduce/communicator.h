@@ -120,6 +120,8 @@ class Communicator {
   void check_owner() const;    // throws in a forked child, which cannot use its parent's group
   // Makes all present and later operations of all ranks throw Fault::aborted with this reason.
   void abort(const std::string& reason);
+  // Receives whose message has not come throw Dropped, those of the future too; the others go on.
+  void drop_receives();
   // Flushes sent messages, says goodbye to the peers, joins all threads, closes everything. Idempotent. Does not throw.
   // why: the exception that caused it, for peers that still need this rank; "" for none.
   void shutdown(const std::string& why = "");

@@ -141,4 +141,6 @@ int Communicator::cores() const { return state_->roster.cores; }
 bool Communicator::was_shut_down() const { return state_->shut_down; }
 void Communicator::check() const { state_->health.check(); }
 
+void Communicator::drop_receives() { state_->health.dropping = true; }
+
 }  // namespace hfreduce

@@ -12,6 +12,7 @@ death, and memory that it leaves: test_death. Tensors of different sizes: test_f
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ def test_faults(tmp_path):
 
 def test_caught(tmp_path):
     ranks.run(FAULTS, "caught", 2, tmp_path)
+
+
+def test_receives(tmp_path):
+    begun = time.monotonic()
+    assert max(ranks.run(FAULTS, "receives", 2, tmp_path)) < ranks.soon(2)
+    assert time.monotonic() - begun < ranks.soon(8)
 
 
 def test_raises(tmp_path):

@@ -194,3 +194,27 @@ def barriers(rank, size, store):
         os._exit(0)
     hfreduce.monitored_barrier(group, 1)
     return failing(lambda: hfreduce.monitored_barrier(timeout=0))
+
+
+def receives(rank, size, store):
+    """Receives that nobody answers end with the group, without a wait; everything else is finished."""
+    init(rank, size, store)
+    other, big, x = 1 - rank, torch.zeros(2**20), torch.ones(3)
+    answered = dist.irecv(big, other, tag=1)
+    unanswered = [dist.irecv(torch.zeros(8), src=src, tag=tag) for src, tag in ((other, 2), (other, 2), (None, 3))]
+    sent = dist.isend(torch.full_like(big, rank + 1.0), other, tag=1)
+    summed = dist.all_reduce(x, async_op=True)
+    if rank == 1:
+        time.sleep(0.5)  # the other rank is waiting, and leaves first
+    for work in (answered, sent, summed):
+        work.wait()
+    assert (big == other + 1).all() and (x == size).all()
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    seconds = time.monotonic() - begun
+    for work in unanswered:
+        text, _ = failing(work.wait)
+        assert "rank 0 (" in text and ("before a message came" if rank == 0 else "has left the group") in text, text
+    init(rank, size, f"{store}.again")
+    dist.irecv(torch.zeros(8), other)
+    return seconds  # this group is left at exit

@@ -11,6 +11,7 @@ constexpr milliseconds kOnTheWay{200};      // after this, data sent before a go
 }  // namespace
 
 bool Health::fail(const Fault& fault, bool from_peer) {
+  if (dynamic_cast<const Dropped*>(&fault)) return false;
   if (fault.cause == Fault::Cause::broken && !from_peer) {
     wait_for_explanation(fault.ranks);
     if (const auto left = all_left(fault.ranks))

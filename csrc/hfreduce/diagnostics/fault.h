@@ -27,6 +27,13 @@ class Fault : public std::runtime_error {
   std::vector<int> ranks;  // group ranks at fault
 };
 
+// A receive whose message has not come is given up, because this rank leaves the group. It fails that operation alone.
+class Dropped : public Fault {
+ public:
+  Dropped(int rank, const std::string& name)
+      : Fault(Cause::aborted, {rank}, "recv: " + name + " has shut down the group before a message came.") {}
+};
+
 // Whether a communicator still works; shared by all its threads. The first fault is kept, later ones are dropped.
 class Health {
  public:
@@ -51,6 +58,7 @@ class Health {
   std::optional<Fault> all_left(const std::vector<int>& ranks) const;
 
   std::function<void(const Fault&, bool from_peer)> on_failure;
+  std::atomic<bool> dropping{false};  // whether receives throw Dropped, see Communicator::drop_receives
 
  private:
   struct Leaver {

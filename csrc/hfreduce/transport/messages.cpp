@@ -295,6 +295,8 @@ void Messages::State::wait(int from, PostedReceive* posted, const Watch& watch, 
   while (!done()) {
     if (advance(from, posted, watch, done)) {
       backoff.moved();
+    } else if (posted && !posted->begun && watch.health.dropping) {
+      throw Dropped(roster.rank, roster.me().name());
     } else if (pair.reading) {
       pair.changed.wait_for(lock, kLook);
       lock.unlock();
@@ -382,6 +384,7 @@ uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int 
       backoff.moved();
       continue;
     }
+    if (watch.health.dropping) throw Dropped(state_->roster.rank, state_->roster.me().name());
     // Short sleeps: another sender may dial, or another thread may keep a message, without waking this thread.
     backoff.rest(
         [&](Backoff::Wanted& wanted) {
@@ -477,10 +480,7 @@ void Messages::State::write(int to, const Header& header, const void* data, cons
 
 void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
   Header header;
-  header.bytes = size;
-  header.tag = tag;
-  header.ticket = ticket;
-  header.call = watch.call;
+  header.bytes = size, header.tag = tag, header.ticket = ticket, header.call = watch.call;
   Pair& pair = state_->pairs[to];
   {
     std::lock_guard lock(pair.mutex);
