@@ -12,7 +12,16 @@ COMPLEX = ("complex64", "complex128")
 DTYPES = (*FLOATS, *WHOLE, *COMPLEX, "bool")
 MOVED = (*DTYPES, "uint16", "uint32", "uint64", "float8_e4m3fnuz", "complex32")  # by operations that only move data
 GLOO = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64")
-LAYOUTS = ("plain", "offset", "transposed", "gaps")
+LAYOUTS = ("plain", "offset", "transposed", "gaps", "negated", "conjugated")
+CONJUGATED = (
+    "reduce",
+    "gather",
+    "reduce_scatter",
+    "reduce_scatter_single",
+)  # others refuse such views, in torch's Python
+
+
+SIGNED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64)
 
 
 def ops_of(dtype: str) -> tuple[str, ...]:
@@ -49,8 +58,19 @@ def values(seed: int, shape, dtype: str, exact: bool = True) -> torch.Tensor:
     return whole.to(dtype_of(dtype))
 
 
+def layout_of(rng, name: str, dtype: str) -> str:
+    """One that the collective and the dtype can have."""
+    if name in CONJUGATED and dtype in COMPLEX:
+        return "conjugated"
+    return rng.choice(LAYOUTS[:-1])
+
+
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values with other strides, or at an offset in their storage."""
+    """The same values with other strides, at an offset in their storage, or lazily negated or conjugated."""
+    if layout == "negated" and (x.dtype in SIGNED or x.is_complex()):
+        return torch._neg_view(-x)
+    if layout == "conjugated":
+        return x.conj_physical().conj()
     if layout == "offset":
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     if layout == "transposed" and x.dim() > 1:

@@ -34,6 +34,23 @@ def gaps_are_not_written(function, x, *rest, **options):
     return function(x.contiguous() if x.layout is torch.strided else x, *rest, **options)
 
 
+@replaces("all_reduce", "broadcast", "reduce_scatter_single", "all_gather_single", "irecv")
+def lazy_views_are_not_written(function, x, *rest, **options):
+    return function(x.resolve_neg() if x.layout is torch.strided else x, *rest, **options)
+
+
+@replaces("gather")
+def conjugated_views_are_not_resolved(function, x, *rest, **options):
+    return function(x.conj() if x.is_conj() else x, *rest, **options)
+
+
+@replaces("irecv")
+def every_receive_is_waited_for(function, *a, **options):
+    work = function(*a, **options)
+    work.wait()
+    return work
+
+
 def nothing_is_waited_for(api):
     api.wait = lambda work: None
 

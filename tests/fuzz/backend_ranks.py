@@ -1,8 +1,8 @@
 """Runs programs of the backend fuzzer on a rank, and manages the rank processes.
 
 `Pool` has four processes, all in one gloo group. Through it they create groups of both backends as programs need them,
-and keep them. After a program with an error, its backend's groups are created anew. A pool that does not answer is
-ended, and reported as a finding.
+and keep them. After a program with an error or an unanswered receive, its backend's groups are destroyed; after the
+latter, within seconds. A pool that does not answer is ended, and reported as a finding.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import torch.distributed as dist
 RANKS = 4
 TIMEOUT = 60  # seconds that an operation may take
 PLANTED = 5  # the same with a planted fault, which may well make ranks wait in vain
+SOON = 5  # seconds in which groups must end after a receive that nobody answers
 HANG = 200  # seconds that a program may take: for a process that does not even time out
 
 
@@ -48,10 +49,13 @@ class Rank:
         return self.groups[backend, ranks]
 
     def forget(self, backend):
+        """Returns the seconds that it took."""
+        began = time.monotonic()
         for key in [key for key in self.groups if key[0] == backend]:
             group = self.groups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
+        return time.monotonic() - began
 
     def run(self, program, backend, fault):
         """What this rank saw of a program: [(label, value)], and whether the groups have become unusable."""
@@ -72,7 +76,7 @@ class Rank:
 def plain(value):
     """The form sent to the calling process: tensors as bytes."""
     if isinstance(value, torch.Tensor):
-        x = value.detach().clone(memory_format=torch.contiguous_format)
+        x = value.detach().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
         return (
             "tensor",
             str(x.dtype).removeprefix("torch."),
@@ -97,9 +101,10 @@ def serve(rank, folder, pipe):
     here = Rank(rank, folder)
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
-        program, backend, fault, renew = asked
-        if renew:
-            here.forget(backend)
+        program, backend, fault = asked
+        if program is None:
+            pipe.send(here.forget(backend))
+            continue
         seen, broken = here.run(program, backend, fault)
         pipe.send(([(label, plain(value)) for label, value in seen], broken))
     os._exit(0)
@@ -112,7 +117,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "backend_steps"])
         self._folder = tempfile.TemporaryDirectory(prefix="hfreduce-fuzz-")
-        self._stale, self._pipes, self._processes = set(), [], []
+        self._pipes, self._processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, self._folder.name, theirs), daemon=True)
@@ -125,9 +130,22 @@ class Pool:
 
     def run(self, program, backend, fault=None):
         """[(label, rank, value)] of all ranks; None if the ranks hung or died and the pool has become unusable."""
+        answers = self._ask(program, backend, fault)
+        if answers is None:
+            return None
+        seen = [(label, rank, value) for rank, (here, _) in enumerate(answers) for label, value in here]
+        if any(broken for _, broken in answers) or fault:
+            took = self._ask(None, backend, fault)
+            if took is None:
+                return None
+            if any(step["do"] == "unanswered" for step in program["steps"]):
+                seen += [("value ended in time", rank, ("note", seconds < SOON)) for rank, seconds in enumerate(took)]
+        return seen
+
+    def _ask(self, *question):
+        """The answers of all ranks; None if some rank does not answer."""
         for pipe in self._pipes:
-            pipe.send((program, backend, fault, bool(fault) or backend in self._stale))
-        self._stale.discard(backend)
+            pipe.send(question)
         answers, deadline = {}, time.monotonic() + HANG
         while len(answers) < RANKS:
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
@@ -139,9 +157,7 @@ class Pool:
                     answers[pipe] = pipe.recv()
                 except EOFError:
                     return None
-        if any(broken for _, broken in answers.values()) or fault:
-            self._stale.add(backend)
-        return [(label, rank, value) for rank, pipe in enumerate(self._pipes) for label, value in answers[pipe][0]]
+        return [answers[pipe] for pipe in self._pipes]
 
     def end(self):
         for process in self._processes:

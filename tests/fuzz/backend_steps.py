@@ -54,6 +54,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
                 self.group = self.here.group(self.backend, ranks)
                 getattr(self, f"do_{step['do']}", self.collective)()
         self.wait_for(list(self.pending), 0)
+        self.broken |= any(step["do"] == "unanswered" for step in self.program["steps"])
 
     def end(self):
         """Leaves nothing of this program for the next one."""
@@ -80,7 +81,10 @@ class Steps(backend_messages.Messages, backend_users.Users):
         return data.values(seed, shape, dtype or self.step["dtype"], self.step.get("exact", True))
 
     def laid(self, x):
-        return data.laid_out(x.clone(), self.step.get("layout", "plain"))
+        lazy = self.step.get("layout") in ("negated", "conjugated")  # gloo does not write to these
+        return data.laid_out(
+            x.clone(), "plain" if lazy and self.backend == "gloo" else self.step.get("layout", "plain")
+        )
 
     def op(self):
         name = self.step["op"]
