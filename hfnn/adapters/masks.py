@@ -124,8 +124,9 @@ class Mask(torch.Tensor):
         hidden: the dtype whose smallest number hidden pairs get, None for -inf. With a number, a query that sees no key
         weighs all keys alike if the number absorbs the scores; returns None if it does not.
         """
-        if self._dense is not None and self._dense._version != self._made:
-            return {"attn_mask": self._dense}
+        dense = self._dense
+        if dense is not None and (dense.is_inference() or dense._version != self._made):
+            return {"attn_mask": dense}
         if hidden is None or not self._blind:
             return dict(self._given)
         return {**self._given, "uniform": True} if absorbs(hidden) else None
@@ -136,7 +137,7 @@ class Mask(torch.Tensor):
             with torch.no_grad():
                 made = self._make()
             self._dense, self._make = made.expand(*self._shape()), None
-            self._made = self._dense._version
+            self._made = 0 if self._dense.is_inference() else self._dense._version
         return self._dense
 
     def _shape(self):

@@ -62,8 +62,8 @@ class Loss(Op):
         how = (self, parameter or 0.0, reduction == "mean", self.out_dtype(input), kernel)
         if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
             return _compute(input, target, *how)[0]
-        if self.keeps_target and target.requires_grad:
-            return None
+        if self.keeps_target and (target.requires_grad or hasattr(input.grad_fn, "_saved_result")):
+            return None  # torch keeps input and target, or only the target beside an input that its op has kept
         if signs:
             return _L1Loss.apply(input, target, link_before(input), *how)[0]
         return _PointwiseLoss.apply(input, target, *how)[0]

@@ -211,6 +211,10 @@ def _refusal(module, x, hx) -> str | None:
     dtype = torch.get_autocast_dtype("cpu") if autocasting(x) else x.dtype
     if module.mode == "LSTM" and x.is_cpu and torch._C._get_mkldnn_enabled() and not _onednn_has(dtype):
         return "one direction of an LSTM raises in oneDNN, on this processor and in this dtype"
+    if module.mode == "LSTM" and x.is_cpu and torch._C._get_mkldnn_enabled() and x.dtype not in (dtype, torch.float32):
+        return "in oneDNN, one layer in two 16-bit dtypes gives another dtype than several"
+    if module.mode.startswith("RNN") and x.shape[int(module.batch_first)] == 1:
+        return "of one step, torch keeps as little"
     if not x.numel() or not (x.is_cpu or x.is_cuda) or x.stride(-1) != 1:  # torch's gradient is in columns, as x is
         return "takes inputs with elements, on the CPU or on a GPU, whose last dimension is dense"
     return None

@@ -11,6 +11,7 @@ from convert_around import DTYPES
 from torch import nn
 
 import hfnn
+from hfnn.ops.flat import flat
 
 
 class DropoutByDefinition(nn.Dropout):
@@ -29,12 +30,16 @@ class _Times(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, factor):
-        ctx.save_for_backward(factor)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(factor, x)
         return (x * factor).contiguous()
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.saved_tensors[0].mul(dy), None
+        if dy is None:
+            return None, None
+        factor, x = ctx.saved_tensors
+        return flat(factor.mul(dy), x), None  # of the second derivatives x has zeros, not None
 
 
 class RReLUByDefinition(nn.RReLU):

@@ -139,6 +139,12 @@ def _more_than_torch(program, difference):
     return _refused(difference, "not implemented for 'Half'", "_backward is not implemented")
 
 
+def _fused_for_eager(program, difference):
+    """Eager attention without a mask of its own runs as torch's fused op, which has no second derivative."""
+    eager = [layer for layer in _layers(program, "padded") if layer[1] in ("eager", "capped")]
+    return bool(eager) and _says(difference, "_scaled_dot_product")
+
+
 def _torchs_sixth(program, difference):
     """torch's hardsigmoid multiplies by a sixth rounded to float32, in float64, too."""
     names = {layer[1] for layer in _layers(program, "activation", "mlp")}
@@ -159,22 +165,16 @@ def _changed_in_checkpoint(program, difference):
     """A module changed between a checkpoint and its backward, so that recomputation saves other tensors. A side that
     saves more may notice it while the other does not."""
     names = [step[0] for step in program["steps"]]
-    changing = (
-        "revert",
-        "convert",
-        "attribute",
-        "mode",
-        "cast",
-        "freeze",
-        "freeze_all",
-        "hook",
-        "unhook",
-        "patch",
-        "config",
-    )
+    changing = ("revert", "convert", "attribute", "mode", "cast", "freeze", "freeze_all",
+                "hook", "unhook", "patch", "config")  # fmt: skip
     changes = [n for n, name in enumerate(names) if name in changing]
     noticed = _says(difference, "torch.utils.checkpoint") or _refused(difference, "torch.utils.checkpoint")
     return noticed and _between(program, changes, _at(difference))
+
+
+def _counted_in_checkpoint(program, difference):
+    """A FLOP counter around a checkpoint's first forward alone: under it, fused parts run one by one."""
+    return bool(program["flops"]) and _in_checkpoint(program) and _says(difference, "torch.utils.checkpoint")
 
 
 def _not_the_same_again(program, difference):
@@ -287,11 +287,8 @@ def _attention_strides(program, difference):
 def _depthwise_weights(program, difference):
     """Under autocast, in second derivatives, torch adds gradients of a depthwise weight before the cast, and hfnn after
     it. The strides of dimensions of size 1 are then the usual ones, or a convolution's."""
-    if (
-        difference.how != "strides"
-        or not difference.label.startswith("grad")
-        or not difference.label.endswith("weight")
-    ):
+    label = difference.label
+    if not (difference.how == "strides" and label.startswith("grad") and label.endswith("weight")):
         return False
     ours, stock = difference.ours, difference.stock
     if ours.values.dim() < 3 or ours.values.shape[1] != 1:
@@ -313,12 +310,18 @@ def _zero_second(program, difference):
 
 
 def _written_source(program, difference):
-    """A write to a source of a rebuilt tensor, whose own gradient a partial backward does not request."""
+    """A write to a source of a rebuilt tensor, which its own backward does not read, or a partial backward does not
+    request."""
     steps = program["steps"][: _at(difference) + 1]
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in steps)
     partial = partial or any(step[0] == "split" or step == ("batched", "weights") for step in steps)
     written = _writes_in_place(program) or any(step[0] == "write" for step in steps)
-    return partial and written and _says(difference, "modified by an inplace operation")
+    if not (written and _says(difference, "modified by an inplace operation")):
+        return False
+    import convert
+
+    with hfnn.recipe.disabled():
+        return partial or convert.FUZZER.difference(program)[0] is None
 
 
 def _weight_written(program, difference):
@@ -347,9 +350,8 @@ def _kept_under_hooks(program, difference):
     detected."""
     names = {name for layer in _layers(program, "activation", "mlp", "functional") for name in layer[1:2]}
     hooks = any(call["hooks"] for call in _calls(program)) or bool(_layers(program, "packed", "checkpoint"))
-    return hooks and (
-        difference.label.startswith("alive end") or (_values(difference) and bool(names & set(KEEP_OUTPUT)))
-    )
+    alive = difference.label.startswith("alive")
+    return hooks and (alive or (_values(difference) and bool(names & set(KEEP_OUTPUT))))
 
 
 def _bits_under_hooks(program, difference):
@@ -383,14 +385,13 @@ def _limit(name, *predictions) -> Known:
     return Known(name, "docs/design.md", lambda program, difference: any(p(program, difference) for p in predictions))
 
 
+CHECKPOINTS = _changed_in_checkpoint, _counted_in_checkpoint, _not_the_same_again, _not_computed_again, _acts_twice
 KNOWN = (
     _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second),
-    _limit("what torch refuses", _batched_refused, _more_than_torch, _writes_refused, _cached_cast),
+    _limit("what torch refuses", _batched_refused, _more_than_torch, _fused_for_eager, _writes_refused, _cached_cast),
     _limit("writes to what hfnn keeps", _weight_written, _written_source, _own_input, _weight_of_run_again),
     _limit("writes that nobody sees", _stock_suffers, _recipe_suffers, _kept_suffers, _run_again),
-    _limit(
-        "a checkpoint's second forward", _changed_in_checkpoint, _not_the_same_again, _not_computed_again, _acts_twice
-    ),
+    _limit("a checkpoint's second forward", *CHECKPOINTS),
     _limit("hooks that torch forgets", _forgotten),
     _limit("no rows", _none_of_nothing),
     _limit("float32 within float64", _torchs_sixth, _float32_softmax),

@@ -82,14 +82,15 @@ def ran(results) -> bool:
     return any(type(node).__name__ == "_RNNBackward" for node in seen)
 
 
-def compare(module, given, **how):
-    """Compares by the accuracy rule; also strides, dtypes, and the generator's state afterwards."""
+def compare(module, given, own=True, **how):
+    """Compares by the accuracy rule; also strides, dtypes, and the generator's state afterwards. own: whether the room
+    runs."""
     wide = copy.deepcopy(module).double()
     ours, torchs = swapped(module), module
     reference = gradients(wide, [t.detach().double().requires_grad_() for t in given], **how)
     want, state = gradients(torchs, given, **how), torch.get_rng_state()
     got = gradients(ours, given, **how)
-    assert ran(got[0]) and not ran(want[0])
+    assert ran(got[0]) == own and not ran(want[0])
     assert torch.equal(state, torch.get_rng_state())
     for mine, stock in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         assert (mine is None) == (stock is None)
@@ -120,7 +121,8 @@ def test_equals_torch(kind, form):
 @pytest.mark.parametrize("steps", [1, 2, 4, 37])
 def test_any_number_of_steps(kind, steps):
     module = build(kind, bidirectional=True)
-    compare(module, inputs(module, steps=steps, given=True))
+    # Of one step of an RNN without gates, torch keeps as little.
+    compare(module, inputs(module, steps=steps, given=True), own=steps > 1 or kind not in ("tanh", "relu"))
 
 
 @every_kind
