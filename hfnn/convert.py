@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hfnn import adapters
 from hfnn.capture import captured
+from hfnn.core import native
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.options import one_of
 from hfnn.optim import swap
@@ -142,6 +143,7 @@ def convert(
         raise ValueError(
             f"got {', '.join(options)}: those are for an optimizer, as in hfnn.convert(model, optimizer, ...)"
         )
+    native.warn()
     _convert(model, only, skip, prefer, recompute, exact, defer)
     if capture:
         captured.capture(model)

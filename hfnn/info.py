@@ -1,8 +1,10 @@
-"""What hfnn can do on this machine, and what is missing: `python -m hfnn.info`, for bug reports.
+"""What hfnn can do on this machine, and what is missing: `python -m hfnn.info`, for bug reports. `--build` builds
+hfnn._autograd, also if a build failed.
 
 Every item is looked up separately. A missing item prints "not found" and the reason; the others still print.
 """
 
+import argparse
 import importlib
 import os
 import platform
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 
 from hfnn import ops, optim
-from hfnn.core import native
+from hfnn.core import build, native
 from hfnn.ops.attention import backends
 
 # The features that the kernels are compiled for and that decide the speed. Names as in the Linux kernel, x86 then Arm.
@@ -76,7 +78,7 @@ def _software() -> Iterator[tuple[str, Callable]]:
     yield "hfnn", lambda: f"{version('hfnn')}, {Path(__file__).parent}"
     yield "hfnn._C, C++", lambda: importlib.import_module("hfnn._build").cxx
     yield "hfnn._C, CUDA", lambda: importlib.import_module("hfnn._build").cuda
-    yield "hfnn._autograd", lambda: native.why or importlib.import_module("hfnn._build").autograd
+    yield "hfnn._autograd", lambda: native.why or f"for torch {torch.__version__}, {native.extension.__file__}"
     yield "torch", lambda: f"{torch.__version__}, {_cuda_of_torch()}"
     yield "triton", lambda: importlib.import_module("triton").__version__
     yield "transformers", lambda: version("transformers")
@@ -151,7 +153,17 @@ def text(parts: list[Section]) -> str:
 
 
 def main() -> None:
-    print(text(tables()))
+    parser = argparse.ArgumentParser(
+        prog="python -m hfnn.info", description="what hfnn can do here, and what is missing"
+    )
+    parser.add_argument("--build", action="store_true", help="build hfnn._autograd for this torch, if there is none")
+    if not parser.parse_args().build:
+        return print(text(tables()))
+    try:
+        extension = native.extension or build.load(again=True)
+    except Exception as error:
+        raise SystemExit(f"hfnn._autograd is missing: {error}") from None
+    print(f"hfnn._autograd: {extension.__file__}")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ def pip(*arguments, **environment):
     return run(sys.executable, "-m", "pip", *arguments, PIP_NO_INDEX="1", PIP_NO_CACHE_DIR="1", **environment)
 
 
-def python(target, *arguments):
+def python(target, *arguments, **environment):
     """Python at / that sees `target` and this environment's packages, but not the editable install.
 
     -S skips the .pth files, and with them the import hook of an editable install.
     """
     path = [str(target), *(p for p in sys.path if p and Path(p) not in (ROOT, ROOT / "tests"))]
-    return run(sys.executable, "-S", *arguments, cwd="/", PYTHONPATH=os.pathsep.join(path))
+    return run(sys.executable, "-S", *arguments, cwd="/", PYTHONPATH=os.pathsep.join(path), **environment)
 
 
 # One test from the sdist to the end, not one per claim, so the wheel is built only once.
@@ -75,6 +75,8 @@ def holds_our_packages_and_nothing_else(names):
     extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
     assert {f"{metadata}/licenses/LICENSE", f"{metadata}/entry_points.txt"} <= set(names)
+    nodes = {f"hfnn/{path.relative_to(ROOT)}" for path in (ROOT / "csrc").glob("autograd/*")}
+    assert nodes | {"hfnn/csrc/tensor.h"} <= set(names)  # for a build at import
 
 
 CLEAN_AND_COMPILED = """
@@ -103,10 +105,10 @@ def test_without_a_compiler_torch_runs_and_hfnn_says_so(tmp_path):
     none = {"CXX": "/nonexistent", "CC": "/nonexistent", "CUDACXX": "/nonexistent"}
     in_target = ("--target", str(tmp_path / "installed"), "-C", f"build-dir={tmp_path / 'build'}")
     pip("install", "--no-build-isolation", "--no-deps", *in_target, str(ROOT), **none)
-    said = python(tmp_path / "installed", "-c", ONLY_TORCH)
+    said = python(tmp_path / "installed", "-c", ONLY_TORCH, **none)
     assert "install hfnn where there is a C++ compiler" in said
     assert "hfreduce's torch backend was not built: no C++ build to add it to" in said
-    assert "no working C++ compiler was found" in python(tmp_path / "installed", "-m", "hfnn.info")
+    assert "no working C++ compiler was found" in python(tmp_path / "installed", "-m", "hfnn.info", **none)
 
 
 def test_import_torch_works_whatever_the_state_of_our_files(tmp_path):

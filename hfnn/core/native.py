@@ -2,31 +2,42 @@
 
 `extension` is the module, or None if it is missing; `why` then has the reason. A room first makes its call there. The
 call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if the
-room in Python must run: for a tracer, a transform, a subclass of Tensor, or without the extension.
+room in Python must run: for a tracer, a transform, a subclass of Tensor, or without the extension. Where the package
+has none for this torch, it is built (build.py).
 """
 
+import functools
 import importlib
+import logging
 import os
 
 import torch
 
+OFF = "switched off: HFNN_AUTOGRAD=0"
+
 
 def _load():
     if os.environ.get("HFNN_AUTOGRAD", "1") == "0":
-        return None, "switched off: HFNN_AUTOGRAD=0"
+        return None, OFF
     try:
-        build = importlib.import_module("hfnn._build")
-    except ImportError:
-        return None, "not built"
-    built = getattr(build, "autograd", "not built")  # the file may be from an earlier build
-    if not built.startswith("for torch"):
-        return None, built
-    if build.torch_version != torch.__version__:
-        return None, f"built for torch {build.torch_version}, this is torch {torch.__version__}: rooms run in Python"
+        if importlib.import_module("hfnn._build").torch_version == torch.__version__:
+            return importlib.import_module("hfnn._autograd"), None
+    except (ImportError, AttributeError):  # the file may be from an earlier build
+        pass
     try:
-        return importlib.import_module("hfnn._autograd"), None
-    except ImportError as error:
-        return None, str(error)
+        return importlib.import_module("hfnn.core.build").load(), None
+    except Exception as error:  # whatever the state of this machine, hfnn can be imported
+        return None, str(error) or type(error).__name__
+
+
+@functools.cache
+def warn() -> None:
+    """Says once that there is no extension, and how to build it."""
+    if extension is None and why != OFF:
+        logging.getLogger("hfnn").warning(
+            "hfnn._autograd is missing, and converted models gain less: %s. To build it: python -m hfnn.info --build",
+            why,
+        )
 
 
 extension, why = _load()
