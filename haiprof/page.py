@@ -5,18 +5,27 @@ from pathlib import Path
 
 from haiprof import report, trace
 from haiprof.report import COUNTERS
-from haiprof.verdict import PARTS, Verdict, captures, ms
+from haiprof.verdict import PARTS, Verdict, captures
 
-COLORS = {
+COLORS = {  # in the order of drawing
+    "other": "#bbbbbb",
     "data": "#e6ab02",
     "forward": "#1b9e77",
     "inference": "#66c2a5",
     "backward": "#7570b3",
     "optimizer": "#d95f02",
-    "other": "#bbbbbb",
     "wait": "#e7298a",
 }
 SHOWN_STEPS, SHOWN_RANKS = 12, 64  # limits of the timeline
+STYLE = (
+    "body{font:15px sans-serif;margin:2em auto;padding:0 1em;max-width:1100px}"
+    "th,td{padding:.2em .8em;text-align:right;vertical-align:top}th small{display:block;font-weight:normal;color:#555}"
+    ".text th,.text td{text-align:left}table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}"
+    "li{margin:.2em;overflow-wrap:anywhere}.wide,pre{overflow-x:auto}"
+)
+# What the columns mean that no phase of a step explains.
+BLOCKED = "waits in collectives; part of the phases"
+MAKES_WAIT = "others wait at collectives until this rank arrives, on average"
 
 
 def write(verdict: Verdict, path):
@@ -32,10 +41,9 @@ def write(verdict: Verdict, path):
     bokeh = resources.render_js() if figures else ""
     captured = [f"<p>{html.escape(each)}</p>" for each in captures(verdict)]
     body = "\n".join([_findings(verdict), _table(verdict), _operators(verdict), *captured, *divs])
-    style = "body{font:15px sans-serif;margin:2em;max-width:1100px}td,th{padding:.2em .8em;text-align:right}"
-    style += "table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}li{margin:.2em}pre{overflow-x:auto}"
     Path(path).write_text(
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>haiprof</title><style>{style}</style>'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>haiprof</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
         f'<link rel="icon" href="data:,">{bokeh}</head><body>{body}{script}</body></html>\n'
     )
 
@@ -59,14 +67,17 @@ def _lines(finding):
 def _table(verdict):
     if not verdict.ranks:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("rank", "steps", "a step", *PARTS, "blocked", "makes others wait"))
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "steps", "a step (ms)", *(f"{part} (ms)" for part in PARTS)))
+    head += f"<th>blocked (ms)<small>{BLOCKED}</small></th>"
+    head += f"<th>makes others wait (ms)<small>{MAKES_WAIT}</small></th>"
     rows = []
     for rank in verdict.ranks:
         late = verdict.late.per_second(rank.rank) * verdict.step
-        cells = [ms(rank.seconds), *(ms(rank.phases[name]) for name in PARTS), ms(rank.communication()), ms(late)]
-        cells = "".join(f"<td>{cell}</td>" for cell in (rank.rank, rank.steps, *cells))
+        times = [rank.seconds, *(rank.phases[name] for name in PARTS), rank.communication(), late]
+        cells = (rank.rank, rank.steps, *(f"{1e3 * seconds:.1f}" for seconds in times))
+        cells = "".join(f"<td>{cell}</td>" for cell in cells)
         rows.append(f'<tr class="rank">{cells}</tr>')
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _operators(verdict):
@@ -83,7 +94,8 @@ def _operators(verdict):
 def _figure(title, **more):
     from bokeh.plotting import figure
 
-    plot = figure(title=title, width=1050, tools="xpan,xwheel_zoom,box_zoom,reset,hover", **more)
+    tools = "xpan,xwheel_zoom,box_zoom,reset,hover"
+    plot = figure(title=title, sizing_mode="stretch_width", tools=tools, **more)
     plot.toolbar.logo = None
     return plot
 
@@ -97,17 +109,22 @@ def _timeline(verdict):
         return None
     begin = min(own[-min(SHOWN_STEPS, len(own))]["ts"] for own in steps)
     plot = _figure(
-        "the last steps", height=160 + 40 * len(ranks), x_axis_label="ms", y_range=[str(r.rank) for r in ranks][::-1]
+        "the last steps (ms)",
+        height=160 + 40 * len(ranks),
+        x_axis_label="ms",
+        y_range=[str(r.rank) for r in ranks][::-1],
     )
     for name, color in COLORS.items():
         bars = {"y": [], "left": [], "right": [], "what": []}
         for rank, own in events.items():
             for event in own:
-                if event["name"] == name and event["tid"] != trace.STEPS and event["ts"] >= begin:
+                # The color of "other" is under the whole step: it is what no phase covers.
+                drawn = "other" if event["tid"] == trace.STEPS else event["name"]
+                if drawn == name and event["ts"] >= begin:
                     bars["y"].append(str(rank))
                     bars["left"].append((event["ts"] - begin) / 1e3)
                     bars["right"].append((event["ts"] - begin + event["dur"]) / 1e3)
-                    bars["what"].append(f"{name} {event['dur'] / 1e3:.2f} ms")
+                    bars["what"].append(f"{'step' if name == 'other' else name} {event['dur'] / 1e3:.2f} ms")
         if bars["y"]:
             height = 0.25 if name == "wait" else 0.8
             plot.hbar(
@@ -140,7 +157,7 @@ def _shares(verdict):
     """Milliseconds per step by phase, one bar per rank: the numbers of the table."""
     names = [str(rank.rank) for rank in verdict.ranks]
     columns = {"rank": names, **{part: [1e3 * rank.phases[part] for rank in verdict.ranks] for part in PARTS}}
-    plot = _figure("a step", height=160 + 30 * len(names), y_range=names[::-1], x_axis_label="ms")
+    plot = _figure("means of a step (ms)", height=160 + 30 * len(names), y_range=names[::-1], x_axis_label="ms")
     colors = [COLORS[part] for part in PARTS]
     plot.hbar_stack(
         PARTS, y="rank", height=0.8, color=colors, source=_source(columns), legend_label=list(PARTS), name="shares"
@@ -161,8 +178,9 @@ def _counters(verdict):
             if points:
                 lines[rank.rank] = ([at - start for at, _ in points], [value for _, value in points])
         if lines:
-            unit = "MiB/s" if form == "rate" else "MiB" if form == "bytes" else ""
-            plot = _figure(f"{title} {unit or form if form == 'ms' else unit}".strip(), height=180, x_axis_label="s")
+            unit = {"rate": "MiB/s", "bytes": "MiB", "{:.0%}": "%"}.get(form) or form.rpartition(" ")[2]
+            plot = _figure(f"{title} ({unit})", height=180, x_axis_label="s", y_axis_label=unit)
+            plot.y_range.start = 0
             for rank, (times, values) in lines.items():
                 source = _source({"t": times, "v": values, "rank": [str(rank)] * len(times)})
                 plot.line("t", "v", source=source, color=_color(rank), width=1.5)
@@ -175,7 +193,7 @@ def _steps(rank):
 
 
 def _readings(rank, name, form):
-    scale = 1 / 2**20 if form in ("rate", "bytes") else 1
+    scale = 1 / 2**20 if form in ("rate", "bytes") else 100 if form == "{:.0%}" else 1
     lines = rank.run.get("counters", ())
     return [(line["wall"], scale * line[name]) for line in lines if name in line]
 

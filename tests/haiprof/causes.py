@@ -218,21 +218,21 @@ model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(1 + 5 * rank)])
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 for _ in range(100):
     optimizer.zero_grad()
-    sent = []
+    outputs, inputs = [], []
     for _ in range(4):  # microbatches
+        inputs.append(torch.empty(256, WIDTH))
+        if rank == 1:
+            dist.recv(inputs[-1], 0)
+        outputs.append(model(x if rank == 0 else inputs[-1].requires_grad_()))
         if rank == 0:
-            sent.append(model(x))
-            dist.send(sent[-1].detach(), 1)
+            dist.send(outputs[-1].detach(), 1)
+    for x_in, y in zip(inputs, outputs):
+        if rank == 0:
+            dist.recv(x_in, 1)
+            y.backward(x_in)
         else:
-            y = torch.empty(256, WIDTH, requires_grad=True)
-            dist.recv(y.detach(), 0)
-            model(y).square().mean().backward()
-            sent.append(y.grad)
-            dist.isend(sent[-1], 0)
-    for y in sent if rank == 0 else ():
-        dy = torch.empty_like(y)
-        dist.recv(dy, 1)
-        y.backward(dy)
+            y.square().mean().backward()
+            dist.send(x_in.grad, 0)
     optimizer.step()
 """,
     ),

@@ -117,15 +117,20 @@ window.addEventListener("load", () => setTimeout(() => {
       ([name, values]) => [name, Array.from(values)])))]))
   const answer = document.createElement("pre")
   answer.id = "answer"
-  answer.textContent = JSON.stringify(columns)
+  const starts = plots.map(each => [each.title.text, each.y_range.start])
+  const fits = document.documentElement.scrollWidth <= window.innerWidth
+  answer.textContent = JSON.stringify([columns, Object.fromEntries(starts), fits])
   document.body.append(answer)
 }, 500))
 </script></body>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page_in_a_browser(profile, tmp_path):
-    """No console errors and no external resources; its table and plots show the numbers of the files."""
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_in_a_browser(profile, tmp_path, width):
+    """No console errors and no external resources; its table and plots show the numbers of the files. Wide or narrow,
+    nothing is cut off, curves start at zero, and headers have units."""
     assert command.main(["report", str(profile)]) == 0
     text = (profile / "report.html").read_text()
     assert len(text) < 2_000_000 and not re.search(r'<script[^>]* src=|<link[^>]* href="(?!data:)', text)
@@ -133,12 +138,20 @@ def test_the_page_in_a_browser(profile, tmp_path):
     page.write_text(text.replace("</body>", ASK))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     options += ["--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'user'}"]
+    options.append(f"--window-size={width},900")
     done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120)
     console = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line]
     assert not [line for line in console if "[bokeh " not in line or "rror" in line], console
     shown = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
     assert shown, done.stdout[-2000:]
-    plots = json.loads(shown[1])
+    plots, starts, fits = json.loads(shown[1])
+    assert fits and all(
+        start == 0 for title, start in starts.items() if "last steps" not in title and "means" not in title
+    )
+    assert all(re.search(r"\(.+\)$", title) for title in plots), list(plots)
+    heads = re.findall(r"<th>(.*?)</th>", done.stdout)
+    assert all("(ms)" in head for head in heads if head not in ("rank", "steps")), heads
+    assert "waits in collectives" in heads[-2] and "others wait at collectives" in heads[-1]
 
     runs = record.load(profile)
     lines = [line for line in runs[0]["steps"] if line["first"] > 0]
@@ -147,14 +160,14 @@ def test_the_page_in_a_browser(profile, tmp_path):
     (row,) = re.findall(r'<tr class="rank">(.*?)</tr>', done.stdout)
     cells = re.findall(r"<td>(.*?)</td>", row)
     assert cells[:2] == ["0", "125"]
-    assert cells[2:8] == [f"{means[name]:.1f} ms" for name in ("seconds", *PARTS)]
+    assert cells[2:8] == [f"{means[name]:.1f}" for name in ("seconds", *PARTS)]
     for name in PARTS:
-        assert plots["a step"][0][name] == [pytest.approx(means[name], rel=1e-6)]
-    (over_time,) = plots["a step ms"]
+        assert plots["means of a step (ms)"][0][name] == [pytest.approx(means[name], rel=1e-6)]
+    (over_time,) = plots["a step (ms)"]
     assert over_time["v"] == pytest.approx([1e3 * line["seconds"] / line["n"] for line in runs[0]["steps"]])
-    (memory,) = plots["memory of the process MiB"]
+    (memory,) = plots["memory of the process (MiB)"]
     assert memory["v"] == pytest.approx([line["process.memory"] / 2**20 for line in runs[0]["counters"]])
-    assert sum(len(bars["left"]) for bars in plots["the last steps"]) == 12 * 4
+    assert sum(len(bars["left"]) for bars in plots["the last steps (ms)"]) == 12 * 5
 
 
 def text_of(printed, width=160):
