@@ -43,10 +43,11 @@ test-all: setup $(VENV)/.traces ## all tests, with a new interpreter for every r
 bench: setup ## the benchmark: this machine's kernels against torch
 	$(BIN)/python bench/run.py $(ARGS)
 
-lint: $(VENV)/.lint ## check with ruff and clang-format, without changes
+lint: $(VENV)/.lint $(VENV)/.built ## check with ruff, clang-format and basedpyright, without changes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(wildcard $(CXX_FILES))
+	$(BIN)/python tests/test_types.py check
 
 format: $(VENV)/.lint ## format with ruff and clang-format
 	$(BIN)/ruff check --fix-only .

@@ -14,8 +14,45 @@ from hfnn.adapters import tools
 from hfnn.convert import convert, revert
 from hfnn.core import bits, kernel, recipe
 from hfnn.core.kernel import NoKernel, use
+from hfnn.ops.adaptive_max_pool import AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d
+from hfnn.ops.attention import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from hfnn.ops.avg_pool import AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AvgPool1d, AvgPool2d, AvgPool3d
+from hfnn.ops.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from hfnn.ops.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from hfnn.ops.cross_entropy import CrossEntropyLoss
+from hfnn.ops.dropout import Dropout
+from hfnn.ops.embedding import Embedding
+from hfnn.ops.gated import GLU
+from hfnn.ops.group_norm import GroupNorm
+from hfnn.ops.layer_norm import LayerNorm
+from hfnn.ops.linear import Linear
+from hfnn.ops.log_softmax import LogSoftmax
+from hfnn.ops.max_pool import MaxPool1d, MaxPool2d, MaxPool3d
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.ops.smooth import QuickGELU, ReLUSquared
+from hfnn.ops.nll_loss import NLLLoss
+from hfnn.ops.piecewise import Hardshrink, Hardsigmoid, Hardtanh, LeakyReLU, ReLU, ReLU6, Softshrink, Threshold
+from hfnn.ops.pointwise_loss import BCEWithLogitsLoss, HuberLoss, L1Loss, MSELoss, SmoothL1Loss
+from hfnn.ops.prelu import PReLU
+from hfnn.ops.rms_norm import RMSNorm
+from hfnn.ops.rnn import GRU, LSTM, RNN
+from hfnn.ops.rrelu import RReLU
+from hfnn.ops.smooth import (
+    CELU,
+    ELU,
+    GELU,
+    SELU,
+    Hardswish,
+    LogSigmoid,
+    Mish,
+    QuickGELU,
+    ReLUSquared,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    Softsign,
+    Tanh,
+)
+from hfnn.ops.softmax import Softmax
 from hfnn.patch import patch_torch
 from hfnn.report import report
 from hfnn.tune import tune
@@ -23,17 +60,79 @@ from hfnn.verify import verify
 
 __version__ = "0.2.0"
 
-# hfnn.LayerNorm, hfnn.RMSNorm, hfnn.GELU, ...: read from the index, so that an op is listed once.
-MODULES = {cls.__name__: cls for op in ops.ALL for cls in op.modules.values()}
-globals().update(MODULES)
 tools.install()
 
 __all__ = [
-    "GatedMLP",
+    "CELU",
+    "ELU",
+    "GELU",
+    "GLU",
+    "GRU",
+    "LSTM",
     "MLP",
+    "RNN",
+    "SELU",
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "BCEWithLogitsLoss",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "CrossEntropyLoss",
+    "Dropout",
+    "Embedding",
+    "GatedMLP",
+    "GroupNorm",
+    "Hardshrink",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "HuberLoss",
+    "L1Loss",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "LogSigmoid",
+    "LogSoftmax",
+    "MSELoss",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "Mish",
+    "MultiheadAttention",
+    "NLLLoss",
     "NoKernel",
+    "PReLU",
     "QuickGELU",
+    "RMSNorm",
+    "RReLU",
+    "ReLU",
+    "ReLU6",
     "ReLUSquared",
+    "SiLU",
+    "Sigmoid",
+    "SmoothL1Loss",
+    "Softmax",
+    "Softplus",
+    "Softshrink",
+    "Softsign",
+    "Tanh",
+    "Threshold",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
     "bits",
     "convert",
     "data",
@@ -49,5 +148,4 @@ __all__ = [
     "tune",
     "use",
     "verify",
-    *MODULES,
 ]

@@ -8,6 +8,7 @@ Nothing outside the model changes. `examine` decides about one module, and `hfnn
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -84,6 +85,21 @@ RECOGNISERS = (
 )
 
 
+_Model = TypeVar("_Model", bound=nn.Module | Optimizer)
+
+
+@overload
+def convert(
+    model: _Model, optimizer: None = None, *, only: Filter | Iterable[Filter] | None = None,
+    skip: Filter | Iterable[Filter] | None = None, prefer: str = "auto", recompute: str | None = None,
+    exact: bool = False, defer: bool = True, capture: bool = False, **options: Any,
+) -> _Model: ...  # fmt: skip
+@overload
+def convert(
+    model: nn.Module, optimizer: Optimizer, *, only: Filter | Iterable[Filter] | None = None,
+    skip: Filter | Iterable[Filter] | None = None, prefer: str = "auto", recompute: str | None = None,
+    exact: bool = False, defer: bool = True, capture: bool = False, **options: Any,
+) -> tuple[nn.Module, Optimizer]: ...  # fmt: skip
 def convert(
     model: nn.Module | Optimizer,
     optimizer: Optimizer | None = None,
@@ -95,8 +111,8 @@ def convert(
     exact: bool = False,
     defer: bool = True,
     capture: bool = False,
-    **options,
-) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
+    **options: Any,
+) -> Any:
     """Swap every module for which hfnn has an op, in place; returns the model.
 
     The swapped modules are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were
@@ -174,7 +190,11 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
     adapters.settle(model)
 
 
-def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
+@overload
+def revert(model: _Model, optimizer: None = None) -> _Model: ...
+@overload
+def revert(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...
+def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None) -> Any:
     """Give every converted module its original class again, in place; returns its argument.
 
     hfnn's own classes become torch's, even if the model was built with them. `hfnn.MLP` and `hfnn.GatedMLP` stay,

@@ -8,12 +8,15 @@ in each sequence (transformers makes a mask from them), and `cu_seqlens`, the st
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import distributed
 from torch.utils.data import Sampler
+
+__all__ = ["PackedBatchSampler", "PackedCollator", "pack"]
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -78,13 +81,13 @@ class PackedCollator:
 
     def __init__(
         self,
-        max_tokens=None,
+        max_tokens: int | None = None,
         *,
-        pad_to_multiple_of=None,
-        pad_token=0,
-        label_ignore=-100,
-        return_position_ids=True,
-        return_cu_seqlens=True,
+        pad_to_multiple_of: int | None = None,
+        pad_token: int = 0,
+        label_ignore: int = -100,
+        return_position_ids: bool = True,
+        return_cu_seqlens: bool = True,
     ):
         for name, value in (("max_tokens", max_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
             if value is not None and value < 1:
@@ -93,7 +96,7 @@ class PackedCollator:
         self.label_ignore = label_ignore
         self.return_position_ids, self.return_cu_seqlens = return_position_ids, return_cu_seqlens
 
-    def __call__(self, features: list[dict]) -> dict:
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sequences = [sequence for sequence in map(_sequence, features) if len(sequence["input_ids"])]
         lengths = [len(sequence["input_ids"]) for sequence in sequences]
         total = sum(lengths)
@@ -149,7 +152,7 @@ def _check_keys(sequences):
             raise ValueError("features with {} and with {}: give all features the same keys".format(*both))
 
 
-class PackedBatchSampler(Sampler):
+class PackedBatchSampler(Sampler[list[int]]):
     """A `batch_sampler` for DataLoader: each batch is a bin of `pack(lengths, max_tokens)`.
 
     lengths: the number of tokens of each element of the dataset. shuffle: in each epoch (`set_epoch`), sequences of
@@ -160,7 +163,17 @@ class PackedBatchSampler(Sampler):
     Raises ValueError for a sequence of more than max_tokens, and for a rank outside the world.
     """
 
-    def __init__(self, lengths, max_tokens, shuffle=True, seed=0, *, rank=None, world_size=None, drop_last=False):
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        max_tokens: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+    ):
         alone = not (distributed.is_available() and distributed.is_initialized())
         self.world_size = (1 if alone else distributed.get_world_size()) if world_size is None else world_size
         self.rank = (0 if alone else distributed.get_rank()) if rank is None else rank

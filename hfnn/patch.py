@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -194,6 +195,9 @@ def unrouted() -> Iterator[None]:
         here.state = before
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
 class Patch:
     """The result of `patch_torch`: for `with`, as a decorator, or with start and stop."""
 
@@ -223,14 +227,14 @@ class Patch:
         _renew()
         uninstall(self.places)
 
-    def __enter__(self):
+    def __enter__(self) -> "Patch":
         self.start()
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: _Function) -> _Function:
         """`function`, run with calls routed."""
 
         @functools.wraps(function)

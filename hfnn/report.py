@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -87,7 +88,7 @@ class Report:
         return file.getvalue()
 
 
-def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
+def report(model: nn.Module | Optimizer, *inputs: Any, **kwargs: Any) -> Report:
     """Every module without modules inside, and other modules that are converted or almost matched; or an optimizer.
 
     Print it, or read its `rows`. Kernels are those for contiguous inputs with the device and dtype of the module's

@@ -13,6 +13,7 @@ model that still draws random numbers is compared in eval mode. For the timing e
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,7 +43,7 @@ def explain(model: nn.Module) -> str | None:
 
 def tune(
     model: nn.Module,
-    batches: Iterable,
+    batches: Iterable[Any],
     *,
     steps: int,
     optimizer: Optimizer | None = None,
@@ -50,7 +51,7 @@ def tune(
     budget: float | None = None,
     memory: int | None = None,
     among: Iterable[str | Candidate] | None = None,
-    backend: str | Callable = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
     cache: bool = True,
     show: bool = True,
 ) -> Tuning:

@@ -6,6 +6,7 @@ import io
 import statistics
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -97,7 +98,7 @@ class Verification:
         return file.getvalue()
 
 
-def verify(model: nn.Module, *inputs, **kwargs) -> Verification:
+def verify(model: nn.Module, *inputs: Any, **kwargs: Any) -> Verification:
     """Run the model converted and with its original classes, and compare outputs and gradients.
 
     Both are compared with a float64 copy: the relative error is at most 2 times (outputs) or 3 times (gradients) the

@@ -72,6 +72,8 @@ def holds_our_packages_and_nothing_else(names):
     source = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     written = {"hfnn/_build.py", "hfreduce/_build.py"}
     assert modules == source | written | set(HOOKS) | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
+    typed = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.pyi")}
+    assert typed | {f"{package}/py.typed" for package in PACKAGES} <= set(names) and typed
     extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
     assert {f"{metadata}/licenses/LICENSE", f"{metadata}/entry_points.txt"} <= set(names)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console, Group
@@ -149,7 +150,7 @@ def _ratio(eager: int, converted: int) -> str:
     return f"{converted / eager:.2f}" if eager else ""
 
 
-def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryReport:
+def report(model: nn.Module, *inputs: Any, prefer: str = "auto", **kwargs: Any) -> MemoryReport:
     """Run the model forward twice, with its original classes and converted, and report what each keeps for backward.
 
     The forward is `model(*inputs, **kwargs)`, in the caller's autocast state and in the model's own mode. Call

@@ -9,9 +9,11 @@ window is kept, 2 to 8 bits; backward makes the index from it. torch also keeps 
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.function import Function
@@ -91,7 +93,9 @@ def _passes(x, prefer) -> bool:
     return max_pool.OPS[0].passes(x, prefer) or not isinstance(x, torch.Tensor)
 
 
-def adaptive_max_pool1d(input, output_size, return_indices=False, *, prefer="auto"):
+def adaptive_max_pool1d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, prefer: str = "auto"
+) -> Tensor | Any:
     """`torch.nn.functional.adaptive_max_pool1d`, keeping 2 to 8 bits an output instead of its input and indices.
 
     Shapes: input (N, C, L) or (C, L). Windows of more than 256 positions, and return_indices=True, are left to torch's
@@ -101,13 +105,17 @@ def adaptive_max_pool1d(input, output_size, return_indices=False, *, prefer="aut
     return nn.functional.adaptive_max_pool1d(input, output_size, return_indices) if y is None else y
 
 
-def adaptive_max_pool2d(input, output_size, return_indices=False, *, prefer="auto"):
+def adaptive_max_pool2d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, prefer: str = "auto"
+) -> Tensor | Any:
     """`torch.nn.functional.adaptive_max_pool2d`; input (N, C, H, W) or (C, H, W), else as `adaptive_max_pool1d`."""
     y = None if return_indices or _passes(input, prefer) else _adaptive(2, input, output_size, prefer)
     return nn.functional.adaptive_max_pool2d(input, output_size, return_indices) if y is None else y
 
 
-def adaptive_max_pool3d(input, output_size, return_indices=False, *, prefer="auto"):
+def adaptive_max_pool3d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, prefer: str = "auto"
+) -> Tensor | Any:
     """`torch.nn.functional.adaptive_max_pool3d`; input (N, C, D, H, W) or (C, D, H, W), else as the others."""
     y = None if return_indices or _passes(input, prefer) else _adaptive(3, input, output_size, prefer)
     return nn.functional.adaptive_max_pool3d(input, output_size, return_indices) if y is None else y
@@ -118,7 +126,7 @@ class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return adaptive_max_pool1d(input, self.output_size, self.return_indices, prefer=self.prefer)
 
 
@@ -127,7 +135,7 @@ class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return adaptive_max_pool2d(input, self.output_size, self.return_indices, prefer=self.prefer)
 
 
@@ -136,7 +144,7 @@ class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return adaptive_max_pool3d(input, self.output_size, self.return_indices, prefer=self.prefer)
 
 

@@ -11,8 +11,10 @@ kernel's y, mean and rstd match what the norm's own `rebuild` and `backward` exp
 Vaswani et al., "Attention Is All You Need", 2017, section 5.4. https://arxiv.org/abs/1706.03762
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling, is_plain
@@ -66,8 +68,17 @@ _rms_native = native.call("add_norm", RMS, rms_norm._native, dropout_add._native
 
 
 def add_layer_norm(
-    input, residual, normalized_shape, weight=None, bias=None, eps=1e-5, *, p=0.0, training=True, prefer="auto"
-):
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    p: float = 0.0,
+    training: bool = True,
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """(layer_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
 
     Shapes: input, residual (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the residual's
@@ -88,8 +99,17 @@ def add_layer_norm(
 
 
 def add_rms_norm(
-    input, residual, normalized_shape, weight=None, eps=None, *, p=0.0, training=True, offset=0.0, prefer="auto"
-):
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    p: float = 0.0,
+    training: bool = True,
+    offset: float = 0.0,
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
 
     Shapes: input, residual (*, *normalized_shape); weight normalized_shape or None, float32 or of the residual's dtype.

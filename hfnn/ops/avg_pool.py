@@ -7,9 +7,10 @@ only sizes and strides. Here only these are kept, and backward gets uninitialise
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.context import autocasting, compiling, context, is_plain
 from hfnn.core.function import Function
@@ -74,7 +75,16 @@ def _windowed(x, forward, backward, arguments):
     return _AvgPool.apply(x, link_before(x), forward, gradient, arguments)[0]
 
 
-def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, prefer="auto"):
+def avg_pool1d(
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
     stride = () if stride is None else stride
     if not takes(input, prefer):
@@ -96,9 +106,16 @@ def _number(given):
 
 
 def avg_pool2d(
-    input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None,
-    *, prefer="auto"
-):  # fmt: skip
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
     stride = () if stride is None else stride
     if not takes(input, prefer):
@@ -108,9 +125,16 @@ def avg_pool2d(
 
 
 def avg_pool3d(
-    input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None,
-    *, prefer="auto"
-):  # fmt: skip
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
     stride = () if stride is None else stride
     if not takes(input, prefer):
@@ -119,7 +143,9 @@ def avg_pool3d(
     return _windowed(input, _avg_pool3d, aten.avg_pool3d_backward.default, how)
 
 
-def adaptive_avg_pool1d(input, output_size, *, prefer="auto"):
+def adaptive_avg_pool1d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
+) -> Tensor:
     """`torch.nn.functional.adaptive_avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
     if takes(input, prefer) and input.dim() in (2, 3):
         size = output_size[0] if isinstance(output_size, (tuple, list)) and len(output_size) == 1 else output_size
@@ -130,7 +156,9 @@ def adaptive_avg_pool1d(input, output_size, *, prefer="auto"):
     return torch.adaptive_avg_pool1d(input, output_size)
 
 
-def adaptive_avg_pool2d(input, output_size, *, prefer="auto"):
+def adaptive_avg_pool2d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
+) -> Tensor:
     """`torch.nn.functional.adaptive_avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
     if takes(input, prefer):
         sizes = sizes_of(input, output_size, 2)
@@ -140,7 +168,9 @@ def adaptive_avg_pool2d(input, output_size, *, prefer="auto"):
     return nn.functional.adaptive_avg_pool2d(input, output_size)
 
 
-def adaptive_avg_pool3d(input, output_size, *, prefer="auto"):
+def adaptive_avg_pool3d(
+    input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
+) -> Tensor:
     """`torch.nn.functional.adaptive_avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
     if takes(input, prefer):
         sizes = sizes_of(input, output_size, 3)
@@ -174,7 +204,7 @@ class AvgPool1d(nn.AvgPool1d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return avg_pool1d(
             input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
             prefer=self.prefer
@@ -186,7 +216,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return avg_pool2d(
             input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
             self.divisor_override, prefer=self.prefer
@@ -198,7 +228,7 @@ class AvgPool3d(nn.AvgPool3d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return avg_pool3d(
             input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
             self.divisor_override, prefer=self.prefer
@@ -210,7 +240,7 @@ class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return adaptive_avg_pool1d(input, self.output_size, prefer=self.prefer)
 
 
@@ -219,7 +249,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return adaptive_avg_pool2d(input, self.output_size, prefer=self.prefer)
 
 
@@ -228,7 +258,7 @@ class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return adaptive_avg_pool3d(input, self.output_size, prefer=self.prefer)
 
 

@@ -14,7 +14,7 @@ plane; with channels last in memory, S is 1.
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfnn.core import bits, native, recipe
@@ -340,8 +340,17 @@ def _in_python(op, x, running_mean, running_var, weight, bias, training, momentu
 
 
 def batch_norm(
-    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *, prefer="auto"
-):
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.batch_norm`.
 
     Shapes: input (N, C, ...), contiguous or channels last, which the result keeps; the others (C,), float32 or of the
@@ -357,20 +366,20 @@ def batch_norm(
 
 
 def batch_norm_act(
-    input,
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-    residual=None,
-    act=None,
-    negative_slope=0.01,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    residual: Tensor = None,
+    act: str | None = None,
+    negative_slope: float = 0.01,
     *,
-    prefer="auto",
-):
+    prefer: str = "auto",
+) -> Tensor:
     """`act(batch_norm(input, ...) + residual)` in one pass after the statistics.
 
     Arguments as of `batch_norm`, and: residual of input's shape and dtype, or None; act: "relu", "leaky_relu" (with
@@ -415,7 +424,7 @@ class _Module:
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         if compiling() or not is_plain(input):
             return super().forward(input)
         self._check_input_dim(input)

@@ -13,9 +13,10 @@ would wait for.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
@@ -29,7 +30,17 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
 )
 
 
-def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv1d`, keeping a recipe of its input where the input has one.
 
     Shapes: input (N, C, L), weight (O, C / groups, K), bias (O,) or None; result (N, O, L'). prefer: "auto" | "memory"
@@ -39,21 +50,50 @@ def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, 
     return torch.conv1d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
-def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv2d`: input (N, C, H, W), weight (O, C / groups, K, K'). As `conv1d` for the rest."""
     y = NotImplemented if compiling() else _conv2d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv2d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
-def conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv3d`: input (N, C, D, H, W), weight (O, C / groups, K, K', K''). As `conv1d`."""
     y = NotImplemented if compiling() else _conv3d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv3d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
 def conv_transpose1d(
-    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
-):
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv_transpose1d`: input (N, C, L), weight (C, O / groups, K), bias (O,). As `conv1d`."""
     y = NotImplemented
     if not compiling():
@@ -64,8 +104,17 @@ def conv_transpose1d(
 
 
 def conv_transpose2d(
-    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
-):
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv_transpose2d`: input (N, C, H, W), weight (C, O / groups, K, K'). As `conv1d`."""
     y = NotImplemented
     if not compiling():
@@ -76,8 +125,17 @@ def conv_transpose2d(
 
 
 def conv_transpose3d(
-    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
-):
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.conv_transpose3d`: input (N, C, D, H, W), weight (C, O / groups, ...). As `conv1d`."""
     y = NotImplemented
     if not compiling():
@@ -94,7 +152,7 @@ class _Conv:
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         if self.padding_mode != "zeros" or compiling() or "_conv_forward" in self.__dict__:
             return super().forward(input)
         # As in the functions, without the call.
@@ -109,7 +167,7 @@ class _ConvTranspose:
 
     prefer = "auto"
 
-    def forward(self, input, output_size=None):
+    def forward(self, input: Tensor, output_size: int | Sequence[int | None] | None = None) -> Tensor:
         if output_size is not None or self.padding_mode != "zeros" or compiling() or "_output_padding" in self.__dict__:
             return super().forward(input, output_size)
         y = self._hfnn_call(

@@ -14,7 +14,7 @@ Names end in their shape: R rows (every dimension but the classes', flattened), 
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import _reduction
 
 from hfnn.core.context import is_plain
@@ -236,20 +236,20 @@ def _fits(x, target, weight, smoothing, reduction, prefer) -> bool:
 
 
 def cross_entropy(
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
     *,
-    z_loss=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    prefer="auto",
-):
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.cross_entropy`, which keeps only the logits and never writes to them.
 
     Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 classes () , (N) or (N, d1, ...), or probabilities of
@@ -288,13 +288,26 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     prefer = "auto"
-    z_loss, softcap, logit_scale = 0.0, None, 1.0  # the values of a converted torch module
+    z_loss, logit_scale = 0.0, 1.0  # the values of a converted torch module
+    softcap: float | None = None
 
-    def __init__(self, *args, z_loss=0.0, softcap=None, logit_scale=1.0, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+    ):
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
 
-    def forward(self, input, target):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(
             input,
             target,

@@ -9,7 +9,7 @@ torch's generator, so `torch.manual_seed` and the recomputation of activation ch
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 
@@ -119,7 +119,9 @@ def philox_seed(x, counters=None):
     return seed - (1 << 64) if seed >= 1 << 63 else seed, offset, None
 
 
-def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, prefer: str = "auto"
+) -> Tensor:
     """`torch.nn.functional.dropout`, which keeps 16 bytes instead of a mask.
 
     Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
@@ -152,7 +154,7 @@ class Dropout(nn.Dropout):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return dropout(input, self.p, self.training, self.inplace, prefer=self.prefer)
 
 

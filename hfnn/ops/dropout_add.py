@@ -8,7 +8,7 @@ is then float32, by torch's promotion rules, and dx has low precision again.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
@@ -119,7 +119,9 @@ def fits(x, residual) -> bool:
     return in_rows(residual)
 
 
-def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):
+def dropout_add(
+    input: Tensor, residual: Tensor, p: float = 0.5, training: bool = True, *, prefer: str = "auto"
+) -> Tensor:
     """`residual + torch.nn.functional.dropout(input, p, training)`, which keeps 16 bytes instead of a mask.
 
     Shapes: any, the same for both; the result has the dtype that torch gives the sum, and is rounded once. p in [0, 1]

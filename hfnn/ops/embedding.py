@@ -11,7 +11,7 @@ always.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.context import compiling, context, is_plain
 from hfnn.core.function import Function
@@ -78,16 +78,16 @@ def _takes(input, weight) -> bool:
 
 
 def embedding(
-    input,
-    weight,
-    padding_idx=None,
-    max_norm=None,
-    norm_type=2.0,
-    scale_grad_by_freq=False,
-    sparse=False,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
     *,
-    prefer="auto",
-):
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.embedding`, which keeps the ids in 32 bits for backward.
 
     Shapes: input any, int64 or int32; weight (rows, width); result (*, width). With max_norm or sparse torch's own op
@@ -114,7 +114,7 @@ class Embedding(nn.Embedding):
         floor = FLOORS[self.prefer]
         return "keeps its ids in 32 bits" + (f", from {floor} ids on" if floor else "")
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return embedding(
             input,
             self.weight,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfnn.core import native, recipe
@@ -183,7 +183,9 @@ OP = Op("gated", formula, formula, kernels("gated", 1 << 17), _pair)
 _passes = OP.passes
 
 
-def gated(gate, up=None, activation="silu", *, gate_first=True, prefer="auto"):
+def gated(
+    gate: Tensor, up: Tensor | None = None, activation: str = "silu", *, gate_first: bool = True, prefer: str = "auto"
+) -> Tensor:
     """f(gate) * up for an activation f of GATES: silu, gelu, gelu_tanh, relu, sigmoid or quick_gelu.
 
     Shapes: gate and up (...), or gate (..., 2F) and up None: the halves of its last dimension are then gate and up, the
@@ -235,10 +237,17 @@ def _row(name, text, activation, crossover=1 << 17, forms=None):
         y = None if passes(gate, prefer) else product(op, activation, gate, up, gate_first, prefer)
         return formula(gate, up, activation, gate_first) if y is None else y
 
-    def plain(gate, up=None, *, gate_first=True, prefer="auto"):
+    def plain(gate: Tensor, up: Tensor | None = None, *, gate_first: bool = True, prefer: str = "auto") -> Tensor:
         return run(gate, up, activation, gate_first, prefer)
 
-    def formed(gate, up=None, approximate="none", *, gate_first=True, prefer="auto"):
+    def formed(
+        gate: Tensor,
+        up: Tensor | None = None,
+        approximate: str = "none",
+        *,
+        gate_first: bool = True,
+        prefer: str = "auto",
+    ) -> Tensor:
         if approximate not in forms:
             raise ValueError(f"approximate={approximate!r}: choose one of {', '.join(map(repr, forms))}")
         return run(gate, up, forms[approximate], gate_first, prefer)

@@ -13,7 +13,7 @@ samples, elements, channels where the channels are last in memory.
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfnn.core import recipe
@@ -236,7 +236,15 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     return _GroupNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
-def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.group_norm`.
 
     Shapes: input (N, C, ...), on the CPU also channels last, which the result keeps; weight, bias (C,) or None, float32
@@ -248,8 +256,16 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="a
 
 
 def group_norm_act(
-    input, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01, *, prefer="auto"
-):
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    act: str | None = None,
+    negative_slope: float = 0.01,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`act(group_norm(input, ...))` in one pass after the statistics.
 
     Arguments as of `group_norm`, and act: "relu", "leaky_relu" (with `negative_slope`), "relu6", "silu", "hardswish" or
@@ -267,7 +283,7 @@ class GroupNorm(nn.GroupNorm):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         if _passes(input, self.prefer):  # the whole cost in a small call
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, prefer=self.prefer)

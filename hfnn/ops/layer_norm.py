@@ -8,9 +8,10 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
@@ -147,7 +148,15 @@ def _run(*args):
     return _LayerNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
-def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.layer_norm`, whose result its consumer can rebuild.
 
     Shapes: input (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the input's dtype. The
@@ -199,7 +208,7 @@ class LayerNorm(nn.LayerNorm):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, prefer=self.prefer)
 
 

@@ -17,7 +17,7 @@ product with a row of ones. This gives fewer roundings, and 5 to 10% less time f
 import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import flops, native, recipe
 from hfnn.core.context import compiling, context, in_checkpoint
@@ -176,7 +176,15 @@ FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
 wide_on_cpu = False  # for tests: compute gradients on the CPU as on a GPU
 
 
-def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=False):
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    prefer: str = "auto",
+    exact: bool = False,
+) -> Tensor:
     """`torch.nn.functional.linear`, which keeps a recipe of its input if there is one.
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
@@ -232,7 +240,7 @@ class Linear(nn.Linear):
 
     prefer, recompute, exact = "auto", False, False
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         recompute, prefer, exact = self.recompute, self.prefer, self.exact
         if not compiling():
             own, parameters = self.__dict__, self._parameters

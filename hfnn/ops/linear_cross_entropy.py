@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.ask import ask, may_ask
 from hfnn.core.function import Function, double_backward
@@ -387,25 +387,25 @@ def _of_logits(logits, target, class_weight, token_weight, reduction, options):
 
 
 def linear_cross_entropy(
-    input,
-    linear_weight,
-    target,
-    linear_bias=None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
     *,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    token_weight=None,
-    compact=False,
-    dtype=None,
-    group=None,
-    max_bytes=None,
-    prefer="auto",
-):
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    compact: bool = False,
+    dtype: torch.dtype | None = None,
+    group: "torch.distributed.ProcessGroup | None" = None,
+    max_bytes: int | None = None,
+    prefer: str = "auto",
+) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without a tensor of logits.
 
     Argument names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. Shapes: input (*, in),

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import flops
 from hfnn.core.context import autocasting, context
@@ -285,21 +285,21 @@ def _formula(hidden, weight, bias, teacher, target, call: DistillationCall):
 
 
 def linear_distillation(
-    input,
-    linear_weight,
-    teacher_input,
-    teacher_weight,
-    linear_bias=None,
-    teacher_bias=None,
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
     *,
-    target=None,
-    ignore_index=-100,
-    beta=0.0,
-    temperature=1.0,
-    reduction="mean",
-    max_bytes=None,
-    prefer="auto",
-):
+    target: Tensor = None,
+    ignore_index: int = -100,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    max_bytes: int | None = None,
+    prefer: str = "auto",
+) -> Tensor:
     """Distance between the student's and the teacher's distributions of the next token, without a tensor of logits.
 
     Shapes: input (*, in), linear_weight (V, in), linear_bias (V,) or None; teacher_input (*, in of the teacher),

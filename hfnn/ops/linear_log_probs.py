@@ -15,7 +15,7 @@ Names end in their shape: T tokens, V vocabulary, H hidden.
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import flops
 from hfnn.core.function import Function
@@ -141,18 +141,18 @@ class _LinearLogProbs(Function):
 
 
 def linear_log_probs(
-    input,
-    linear_weight,
-    target,
-    linear_bias=None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
     *,
-    ignore_index=-100,
-    softcap=None,
-    logit_scale=1.0,
-    group=None,
-    max_bytes=None,
-    prefer="auto",
-):
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: "torch.distributed.ProcessGroup | None" = None,
+    max_bytes: int | None = None,
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) of softmax(linear(input, linear_weight, linear_bias)) without a tensor of logits.
 
     Shapes: input (*, in), linear_weight (V, in), linear_bias (V,) or None, target (*) int64; both results (*), float32

@@ -3,7 +3,8 @@
 y = x - lse,    lse = log(sum(exp(x)));    dx = dy - exp(y) * sum(dy)
 """
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hfnn.core.kernel import Op
 from hfnn.ops import softmax
@@ -31,7 +32,14 @@ OP = Op(
 )
 
 
-def log_softmax(input, dim=None, _stacklevel=3, dtype=None, *, prefer="auto"):
+def log_softmax(
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.log_softmax`; kernels work along the last dimension, torch's own op along others.
 
     Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
@@ -46,7 +54,7 @@ class LogSoftmax(nn.LogSoftmax):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return log_softmax(input, self.dim, _stacklevel=5, prefer=self.prefer)
 
 

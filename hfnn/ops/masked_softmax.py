@@ -11,6 +11,7 @@ give NaNs.
 """
 
 import torch
+from torch import Tensor
 
 from hfnn.core.context import autocasting, is_plain
 from hfnn.core.function import Function
@@ -181,7 +182,15 @@ def _run(input, mask, scale, offset, dtype, prefer):
     return compute(input, mask, scale, shift, out, kernel)
 
 
-def masked_softmax(input, mask=None, scale=1.0, dim=-1, *, dtype=None, prefer="auto"):
+def masked_softmax(
+    input: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    dim: int = -1,
+    *,
+    dtype: torch.dtype | None = None,
+    prefer: str = "auto",
+) -> Tensor:
     """softmax(scale * input + mask) along `dim`, in one pass over memory; only the result is kept.
 
     Shapes: input (*); mask, None or of a shape that broadcasts to input's, is bool (True where an element counts) or
@@ -198,7 +207,15 @@ def masked_softmax(input, mask=None, scale=1.0, dim=-1, *, dtype=None, prefer="a
     return _run(input, mask, scale, None, dtype, prefer)
 
 
-def causal_softmax(input, scale=1.0, *, mask=None, offset=None, dtype=None, prefer="auto"):
+def causal_softmax(
+    input: Tensor,
+    scale: float = 1.0,
+    *,
+    mask: Tensor | None = None,
+    offset: int | None = None,
+    dtype: torch.dtype | None = None,
+    prefer: str = "auto",
+) -> Tensor:
     """`masked_softmax` along the last dimension, where key j of query i counts if j <= i + offset; others are not read.
 
     Shapes: input (*, T, S). offset: an int; by default S - T, so that the last query sees all keys, as in transformers'

@@ -9,10 +9,12 @@ on the GPU, where torch adds atomically. As in torch, the first of equal numbers
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.function import Function
@@ -267,8 +269,16 @@ OPS = _1D, _2D, _3D
 
 
 def max_pool1d(
-    input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, prefer="auto"
-):
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    prefer: str = "auto",
+) -> Tensor | Any:
     """`torch.nn.functional.max_pool1d`, keeping 2 to 8 bits an output instead of its input and indices.
 
     Shapes: input (N, C, L) or (C, L). Windows of more than 256 positions, and return_indices=True, are left to torch's
@@ -284,8 +294,16 @@ def max_pool1d(
 
 
 def max_pool2d(
-    input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, prefer="auto"
-):
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    prefer: str = "auto",
+) -> Tensor | Any:
     """`torch.nn.functional.max_pool2d`, keeping 2 to 8 bits an output instead of its input and indices.
 
     Shapes: input (N, C, H, W) or (C, H, W); the result is channels_last where a batched input is. Windows of more than
@@ -302,8 +320,16 @@ def max_pool2d(
 
 
 def max_pool3d(
-    input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, prefer="auto"
-):
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    prefer: str = "auto",
+) -> Tensor | Any:
     """`torch.nn.functional.max_pool3d`, keeping 2 to 8 bits an output instead of its input and indices.
 
     Shapes: input (N, C, D, H, W) or (C, D, H, W); else as `max_pool2d`.
@@ -329,21 +355,21 @@ class _Module:
 class MaxPool1d(_Module, nn.MaxPool1d):
     """`torch.nn.MaxPool1d`: the same arguments and defaults."""
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return max_pool1d(input, *self._arguments(), prefer=self.prefer)
 
 
 class MaxPool2d(_Module, nn.MaxPool2d):
     """`torch.nn.MaxPool2d`: the same arguments and defaults."""
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return max_pool2d(input, *self._arguments(), prefer=self.prefer)
 
 
 class MaxPool3d(_Module, nn.MaxPool3d):
     """`torch.nn.MaxPool3d`: the same arguments and defaults."""
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor | Any:
         return max_pool3d(input, *self._arguments(), prefer=self.prefer)
 
 

@@ -8,7 +8,10 @@ and have the names of timm and Llama, so state dicts fit. Shazeer, "GLU Variants
 2020. https://arxiv.org/abs/2002.05202
 """
 
-from torch import nn
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
 
 from hfnn.core.options import one_of
 from hfnn.ops.dropout import dropout
@@ -32,7 +35,15 @@ class _FeedForward(nn.Module):
 
     prefer = "auto"
 
-    def __init__(self, in_features, hidden_features, out_features, activation, dropout, choices):
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None,
+        activation: str,
+        dropout: float,
+        choices: Iterable[str],
+    ):
         super().__init__()
         one_of("activation", activation, choices)
         if not 0 <= dropout <= 1:
@@ -41,7 +52,7 @@ class _FeedForward(nn.Module):
         self.out_features = in_features if out_features is None else out_features
         self.activation, self.dropout = activation, dropout
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"activation={self.activation!r}, dropout={self.dropout:g}"
 
 
@@ -58,20 +69,20 @@ class MLP(_FeedForward):
 
     def __init__(
         self,
-        in_features,
-        hidden_features,
-        out_features=None,
-        activation="gelu",
-        bias=True,
-        dropout=0.0,
-        device=None,
-        dtype=None,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, hidden_features, out_features, activation, dropout, ACTIVATIONS)
         self.fc1 = Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = Linear(hidden_features, self.out_features, bias, device, dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(x)
         if self.activation == "relu" and self.dropout:
             return self.fc2(relu_dropout(h, self.dropout, self.training, prefer=self.prefer))
@@ -92,20 +103,20 @@ class GatedMLP(_FeedForward):
 
     def __init__(
         self,
-        in_features,
-        hidden_features,
-        out_features=None,
-        activation="silu",
-        bias=False,
-        dropout=0.0,
-        device=None,
-        dtype=None,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, hidden_features, out_features, activation, dropout, GATES)
         self.gate_proj = Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = Linear(hidden_features, self.out_features, bias, device, dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         h = gated(self.gate_proj(x), self.up_proj(x), self.activation, prefer=self.prefer)
         return self.down_proj(dropout(h, self.dropout, self.training, prefer=self.prefer) if self.dropout else h)

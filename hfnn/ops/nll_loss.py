@@ -7,7 +7,7 @@ shape. Here it is not kept. `cross_entropy` computes the same number faster.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import _reduction
 
 from hfnn.core.context import autocasting, compiling, context
@@ -92,7 +92,15 @@ def _fits(x, target) -> bool:
     return dims == 1 or target.size(0) == x.size(0)  # aten compares the others, with torch's errors
 
 
-def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+def nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
     """`torch.nn.functional.nll_loss`, which does not keep its input for backward.
 
     Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 without the classes' dimension; weight (C,) or None. The
@@ -111,7 +119,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
 class NLLLoss(nn.NLLLoss):
     """`torch.nn.NLLLoss`: the same arguments and defaults."""
 
-    def forward(self, input, target):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
 
 

@@ -7,7 +7,7 @@ gradient, as in a frozen layer, one bit per element and w are enough.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.function import Function
@@ -83,7 +83,7 @@ def _along(weight, x):
     return weight.view(-1, *(1 for _ in range(x.dim() - 2))) if weight.numel() > 1 else weight.view(())
 
 
-def prelu(input, weight, *, prefer="auto"):
+def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
     """`torch.nn.functional.prelu`; keeps one bit per element instead of the input if weight requires no gradient.
 
     Shapes: input any, weight one element or as many as dimension 1 of input has; the result has the shape of input.
@@ -102,7 +102,7 @@ class PReLU(nn.PReLU):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return prelu(input, self.weight, prefer=self.prefer)
 
 

@@ -9,6 +9,7 @@ One pass, which keeps its inputs and one number per head. A consumer that would 
 """
 
 import torch
+from torch import Tensor
 
 from hfnn.core import recipe
 from hfnn.core.function import Function
@@ -202,21 +203,21 @@ def _weights_fit(query, key, *weights):
 
 
 def qk_norm_rope(
-    query,
-    key,
-    query_weight,
-    key_weight,
-    cos,
-    sin,
-    eps=1e-6,
+    query: Tensor,
+    key: Tensor | None,
+    query_weight: Tensor,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
     *,
-    weight_offset=0.0,
-    position_ids=None,
-    rotary_dim=None,
-    interleaved=False,
-    layout="bhsd",
-    prefer="auto",
-):
+    weight_offset: float = 0.0,
+    position_ids: Tensor | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "bhsd",
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
     """(query, key), with each head's D columns divided by their root mean square, weighted, and rotated by position.
 
     Shapes: query_weight, key_weight (D,), float32 or of query's dtype, to which weight_offset is added (Gemma: 1); key

@@ -7,7 +7,7 @@ the next layer keeps anyway; torch also keeps relu's result and a mask. The rand
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
@@ -74,7 +74,7 @@ def _compute(x, p, drawn, kernel):
     return y.relu_()
 
 
-def relu_dropout(input, p=0.5, training=True, *, prefer="auto"):
+def relu_dropout(input: Tensor, p: float = 0.5, training: bool = True, *, prefer: str = "auto") -> Tensor:
     """`dropout(relu(input), p, training)`, which keeps only its result.
 
     Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |

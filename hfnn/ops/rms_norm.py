@@ -8,8 +8,10 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. https://arxiv.
 Names end in their shape: R rows (every leading dimension, flattened), C columns (the normalised ones, flattened).
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
@@ -140,7 +142,14 @@ def _run(x, weight, eps, *how):
     return _RMSNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
-def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.rms_norm`, whose result its consumer can rebuild.
 
     Shapes: input (*, *normalized_shape); weight normalized_shape or None, float32 or of the input's dtype. The result
@@ -190,7 +199,7 @@ class RMSNorm(nn.RMSNorm):
 
     prefer = "auto"
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, prefer=self.prefer)
 
 

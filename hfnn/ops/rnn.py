@@ -18,9 +18,10 @@ Names end in their shape: T steps, B sequences, I inputs, H size of a state.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hfnn.core import bits, flops, recipe
@@ -259,7 +260,9 @@ class _Module:
 
     prefer = "auto"
 
-    def forward(self, input, hx=None):
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Any]:
         # torch handles everything that is not requested, not supported or wrong, and raises the errors.
         if self.prefer != "memory" or compiling() or not torch.is_grad_enabled() or forced() == "torch":
             return super().forward(input, hx)

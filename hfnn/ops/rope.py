@@ -13,6 +13,7 @@ of cos and sin. The same kernel rotates the gradient back; it only needs cos and
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hfnn.core import recipe
 from hfnn.core.context import is_plain
@@ -241,17 +242,17 @@ def check_layout(layout):
 
 
 def rope(
-    query,
-    key,
-    cos,
-    sin,
-    position_ids=None,
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
     *,
-    rotary_dim=None,
-    interleaved=False,
-    layout="bhsd",
-    prefer="auto",
-):
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "bhsd",
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
     """(query, key) rotated by position, in one pass; only cos and sin are kept for backward.
 
     Shapes: query (B, H, S, D), key (B, G, S, D) or None (then its result is None), or (B, S, H, D) and (B, S, G, D)
@@ -271,7 +272,16 @@ def rope(
     return _run(query, key, cos, sin, position_ids, how, kernel)
 
 
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, *, interleaved=False, prefer="auto"):
+def apply_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool = False,
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb` of transformers' models: (q, k) rotated by cos and sin (B, S, R), R the width of a head.
 
     unsqueeze_dim: the dimension of the heads, 1 or 2 of q's four dimensions. interleaved, prefer: as in `rope`. Raises

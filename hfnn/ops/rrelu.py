@@ -9,7 +9,7 @@ is the mean, and the op is leaky_relu.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.context import capturing, compiling, context
@@ -95,7 +95,15 @@ def _takes(x, prefer):
     return not (x.is_cuda and capturing())  # the seed would be frozen into the graph
 
 
-def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, prefer="auto"):
+def rrelu(
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.rrelu`; keeps one bit per element and a seed instead of the input and the slopes.
 
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). The
@@ -119,7 +127,7 @@ class RReLU(nn.RReLU):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return rrelu(input, self.lower, self.upper, self.training, self.inplace, prefer=self.prefer)
 
 

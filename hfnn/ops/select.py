@@ -16,8 +16,10 @@ gradients are bitwise equal to torch's.
 import inspect
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hfnn.core import bits
 from hfnn.core.context import is_plain
@@ -257,7 +259,9 @@ def _like(value, x) -> bool:
     return value.shape == x.shape or (value.dim() == 0 and not value.requires_grad)
 
 
-def where(condition, input=None, other=None, *, prefer="auto"):
+def where(
+    condition: Tensor, input: Tensor | float | None = None, other: Tensor | float | None = None, *, prefer: str = "auto"
+) -> Tensor | Any:
     """`torch.where`, keeping an eighth of a byte an element for a mask instead of a byte.
 
     Shapes: condition (bool) broadcasts to that of input and other, which have one shape and dtype, or of which one is a
@@ -311,7 +315,7 @@ class _MaskedFill(Function):
         return _masked_fill(dy, bits.unpack(packed, ctx.shape), 0), None, None, None
 
 
-def masked_fill(input, mask, value, *, prefer="auto"):
+def masked_fill(input: Tensor, mask: Tensor, value: Tensor | float, *, prefer: str = "auto") -> Tensor:
     """`torch.masked_fill`, keeping an eighth of a byte an element for the mask instead of a byte.
 
     Shapes: mask (bool) broadcasts to that of input; value is a number, or a tensor of one that needs no gradient.
@@ -356,7 +360,7 @@ class _Gather(Function):
         return zeros.scatter_add_(ctx.dim, index, dy), None, None
 
 
-def gather(input, dim, index, *, sparse_grad=False, prefer="auto"):
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False, prefer: str = "auto") -> Tensor:
     """`torch.gather`, keeping the index and not the input.
 
     y[i, j] = x[i, index[i, j]], dx[i, k] = sum of dy[i, j] over the j with index[i, j] = k    (dim 1 of two)

@@ -9,7 +9,7 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function
@@ -100,7 +100,14 @@ def along_last(op, input, dim, dtype, log, prefer):
     return (_Softmax.apply if torch.is_grad_enabled() else _compute)(input, out, log, kernel)
 
 
-def softmax(input, dim=None, _stacklevel=3, dtype=None, *, prefer="auto"):
+def softmax(
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    prefer: str = "auto",
+) -> Tensor:
     """`torch.nn.functional.softmax`; kernels work along the last dimension, torch's own op along others.
 
     Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
@@ -115,7 +122,7 @@ class Softmax(nn.Softmax):
 
     prefer = "auto"
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         return softmax(input, self.dim, _stacklevel=5, prefer=self.prefer)
 
 

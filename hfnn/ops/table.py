@@ -4,10 +4,18 @@ import inspect
 import linecache
 import sys
 
-from torch import nn
+from torch import Tensor, nn
 
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))  # for the contract tests, of every elementwise op
 BENCH = (16384, 8192)
+# Types of arguments by name; of others, the type of the default.
+_TYPES = {
+    **dict.fromkeys(("input", "target", "other"), Tensor),
+    **dict.fromkeys(("weight", "pos_weight"), Tensor | None),
+    **dict.fromkeys(("min", "max"), Tensor | float | None),
+    **dict.fromkeys(("size_average", "reduce"), bool | None),
+    **dict.fromkeys(("threshold", "value", "beta"), float),
+}
 
 
 def numbers(op, *arguments):
@@ -69,7 +77,12 @@ def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
     cells = {"passes": op.passes, "run": op.run, "torchs": op.torch, "keeps": keeps, "refuse": refuse, **defaults}
     made = _written(op, lines, cells)
     made.__doc__, made.__qualname__ = text, op.name  # used by pickle
+    made.__annotations__ = {p.name: _type(p) for p in inspect.signature(made).parameters.values()} | {"return": Tensor}
     return made
+
+
+def _type(parameter):
+    return _TYPES.get(parameter.name) or type(parameter.default)
 
 
 def module(op, base: type, name: str, function, keep=None, inputs=("input",), attributes=None) -> type:
@@ -88,6 +101,7 @@ def module(op, base: type, name: str, function, keep=None, inputs=("input",), at
     own = {"__module__": type(op).__module__, "__doc__": text, "prefer": "auto"}
     own["forward"] = forward = _written(op, lines, {"function": function})
     forward.__qualname__ = f"{name}.forward"  # in the messages of Python's own errors
+    forward.__annotations__ = dict.fromkeys((*inputs, "return"), Tensor)
     made = type(name, (base,), own if keep is None else {**own, "keep": keep})
     if base is not nn.Module:
         op.modules[base] = made

@@ -12,6 +12,7 @@ duration of a step. Nothing waits for the device.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
     rule = 4
     signs = {"row_var": False, "col_var": False, "variance": False}
 
-    def configure(self, **options) -> None:
+    def configure(self, **options: Any) -> None:
         if options.get("state_dtype") in formats.LOW:
             raise ValueError(
                 f"state_dtype={options['state_dtype']!r}: Adafactor keeps a number for each row and column, in which "

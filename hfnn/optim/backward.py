@@ -1,5 +1,7 @@
 """Steps each parameter as soon as its gradient is complete, so the gradients are never all in memory at once."""
 
+from typing import Any
+
 import torch
 
 from hfnn.optim.fused import Fused
@@ -12,7 +14,7 @@ class InBackward:
         self.optimizer = optimizer
         self.stepped: set[torch.Tensor] = set()  # since the last call of optimizer.step()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.hooks = [p.register_post_accumulate_grad_hook(self._step) for p in parameters]
+        self.hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._step) for p in parameters]
         self.hooks.append(optimizer.register_step_pre_hook(self._count))
 
     def remove(self) -> None:

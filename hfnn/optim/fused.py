@@ -6,6 +6,9 @@ parameter, torch's own step runs, with the reason in `report()`. Nothing relies 
 one of hfnn by `optimizer.__class__ = hfnn.optim.AdamW`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,8 +61,11 @@ class Fused(Fallback):
     _norm: Tensor | None = None
     _ran: tuple[str, ...] = ()
 
-    def __init__(self, *args, state_dtype=None, master=None, stochastic_rounding=False, max_grad_norm=None,
-                 ema_decay=None, **kwargs):  # fmt: skip
+    def __init__(
+        self, *args: Any, state_dtype: torch.dtype | str | None = None, master: str | None = None,
+        stochastic_rounding: bool = False, max_grad_norm: float | None = None, ema_decay: float | None = None,
+        **kwargs: Any,
+    ):  # fmt: skip
         self.configure(
             state_dtype=state_dtype, master=master, stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm, ema_decay=ema_decay,
@@ -67,7 +73,7 @@ class Fused(Fallback):
         super().__init__(*args, **kwargs)
         self._step_supports_amp_scaling = True
 
-    def configure(self, **options) -> None:
+    def configure(self, **options: Any) -> None:
         """Set some of the extra options. States are converted at the next step. Raises ValueError."""
         if unknown := options.keys() - set(OPTIONS):
             raise ValueError(f"got {', '.join(sorted(unknown))}; the options are {', '.join(OPTIONS)}")
@@ -84,7 +90,7 @@ class Fused(Fallback):
             raise ValueError(f"ema_decay={decay}: give a number in [0, 1), or None for no average")
         self.__dict__.update(value)
 
-    def add_param_group(self, param_group) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
             self.param_groups.pop()
@@ -98,7 +104,7 @@ class Fused(Fallback):
     # One step.
 
     @torch.optim.Optimizer.profile_hook_step
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step; `closure` reevaluates the model and returns the loss."""
         loss = None
         if closure is not None:

@@ -8,9 +8,11 @@ with the Euclidean norms of a whole parameter; the ratio is 1 if one of them is 
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hfnn.core.kernel import FLOATS, Kernel
 from hfnn.optim.distributed import total_squares
@@ -57,8 +59,10 @@ class LAMB(Fused, torch.optim.Optimizer):
     signs = {"exp_avg": True, "exp_avg_sq": False}
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, *, bias_correction=True,
-        grad_averaging=True, adam_w_mode=True, use_nvlamb=False, maximize=False, capturable=False, **options,
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.01, *, bias_correction: bool = True, grad_averaging: bool = True,
+        adam_w_mode: bool = True, use_nvlamb: bool = False, maximize: bool = False, capturable: bool = False,
+        **options: Any,
     ):  # fmt: skip
         check_numbers(lr, betas, eps, weight_decay)
         defaults = {

@@ -6,7 +6,10 @@ m is `exp_avg`. The paper uses a learning rate 3 to 10 times smaller than AdamW'
 factor.
 """
 
+from typing import Any
+
 import torch
+from torch.optim.optimizer import ParamsT
 
 from hfnn.optim import reference
 from hfnn.optim.fused import Fused, check_numbers
@@ -24,8 +27,9 @@ class Lion(Fused, torch.optim.Optimizer):
     _update = staticmethod(reference.lion)
 
     def __init__(
-        self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, capturable=False, **options
-    ):
+        self, params: ParamsT, lr: float | torch.Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, *, maximize: bool = False, capturable: bool = False, **options: Any,
+    ):  # fmt: skip
         check_numbers(lr, betas, 0.0, weight_decay)
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "capturable": capturable,

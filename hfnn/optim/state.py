@@ -6,6 +6,7 @@ float32 on the parameter's device. `state_dict()` returns only torch's formats, 
 """
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,15 +146,15 @@ class States:
 
     # State dicts, pickles and copies.
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """The state dict that torch's class would return: see `States`."""
         return _with_hook(self._optimizer_state_dict_post_hooks, _export, False, super().state_dict)
 
-    def load_state_dict(self, state_dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's class or of this one; formats are those of this optimizer."""
         _with_hook(self._optimizer_load_state_dict_pre_hooks, _protect, True, super().load_state_dict, state_dict)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         # Each step separately: a view of shared memory would be pickled with all of it.
         state = defaultdict(dict)
         for p, values in self.state.items():
@@ -161,7 +162,7 @@ class States:
         mine = {name: self.__dict__[name] for name in OPTIONS if name in self.__dict__}
         return {**super().__getstate__(), "state": state, **mine}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         if "state" in state:
             loaded = defaultdict(dict)
             for p, values in state["state"].items():

@@ -16,7 +16,7 @@ Letters: B batch, T queries, S keys, H heads, D width of a head, E = H D.
 import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.context import autocasting, compiling, context
 from hfnn.core.kernel import forced
@@ -41,15 +41,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        need_weights=True,
-        attn_mask=None,
-        average_attn_weights=True,
-        is_causal=False,
-    ):
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
         ours = (self.training or torch.is_grad_enabled()) and not compiling()
         if ours and not need_weights and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):

@@ -12,8 +12,10 @@ If torch's own op can compute a call without a dense matrix, it runs with its fa
 """
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hfnn.core import flops, native
 from hfnn.core.context import compiling
@@ -176,10 +178,26 @@ def _dtype(x) -> torch.dtype:
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    window=None, softcap=None, alibi=None, sinks=None, lengths=None, offset=0, cu_seqlens=None, uniform=False,
-    return_lse=False, prefer="auto",
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lengths: Tensor | None = None,
+    offset: int = 0,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    uniform: bool = False,
+    return_lse: bool = False,
+    prefer: str = "auto",
+) -> Tensor | Any:
     """`torch.nn.functional.scaled_dot_product_attention` with more options, in O(T + S) memory.
 
     Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as in torch.

@@ -13,9 +13,10 @@ seed.
 
 import functools
 import types
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfnn.core.context import compiling, context, is_bare
 from hfnn.core.kernel import forced
@@ -63,7 +64,7 @@ class _Layer:
         """The subject of a kernel's limit, for `hfnn.report`."""
         return self.self_attn.head_dim
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for part in self._modules.values():
             if type(part) in _PARTS:
@@ -77,7 +78,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     `hfnn.convert`.
     """
 
-    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         if not _takes(self, nn.TransformerEncoderLayer, src, (src_mask, src_key_padding_mask)):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         how = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
@@ -97,15 +104,15 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
     def forward(
         self,
-        tgt,
-        memory,
-        tgt_mask=None,
-        memory_mask=None,
-        tgt_key_padding_mask=None,
-        memory_key_padding_mask=None,
-        tgt_is_causal=False,
-        memory_is_causal=False,
-    ):
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
         if not _takes(self, nn.TransformerDecoderLayer, tgt):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
             return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
