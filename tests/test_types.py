@@ -7,6 +7,7 @@ An editor reads no table. Where a module of hfnn.ops makes public names by one, 
 """
 
 import ast
+import doctest
 import importlib
 import inspect
 import json
@@ -77,6 +78,16 @@ def test_the_package_lists_every_module_and_function():
     made = {cls.__name__: cls for op in hfnn.ops.ALL for cls in op.modules.values()}
     assert {name: getattr(hfnn, name, None) for name in made} == made and set(made) <= set(hfnn.__all__)
     assert all(name in vars(hfnn) for name in hfnn.__all__)
+
+
+def test_examples_run():
+    import torch
+
+    import hfnn
+
+    found = doctest.DocTestFinder(recurse=False).find(hfnn.LayerNorm, globs={"hfnn": hfnn, "torch": torch})
+    results = [doctest.DocTestRunner().run(example) for example in found]
+    assert sum(r.attempted for r in results) and not sum(r.failed for r in results)
 
 
 def check(version: str) -> list[str]:

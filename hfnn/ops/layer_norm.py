@@ -204,7 +204,24 @@ def fused(x, weight, bias, eps, out, prefer):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.LayerNorm`: the same arguments, defaults and state dict.
+
+        y = (x - mean) * rstd * weight + bias,    rstd = 1 / sqrt(var + eps)
+
+    Args:
+        normalized_shape: the sizes of the last dimensions, over which mean and var are taken.
+        eps: added to the variance.
+        elementwise_affine: whether there are weight and bias, of normalized_shape.
+        bias: whether there is a bias, if there is a weight.
+        device: of the parameters.
+        dtype: of the parameters: float32, or the inputs'.
+
+    Shapes: input (*, *normalized_shape); the result has its shape, and the dtype that torch returns. Statistics are
+    float32 (float64 for float64). `prefer` is set by `hfnn.convert`. Raises what torch raises.
+
+    >>> hfnn.LayerNorm(4)(torch.tensor([[1.0, 1.0, 3.0, 3.0]])).detach()
+    tensor([[-1.0000, -1.0000,  1.0000,  1.0000]])
+    """
 
     prefer = "auto"
 
