@@ -364,8 +364,8 @@ def _bits_under_hooks(program, difference):
 
 
 def _numbers_of_rows(program, difference):
-    """Two numbers per row that cross_entropy keeps beside its logits."""
-    return program["loss"] == "CrossEntropyLoss" and _more_bytes(difference, 2)
+    """Two numbers per row that cross_entropy keeps beside its logits, and the sum of the weights of a mean."""
+    return program["loss"] == "CrossEntropyLoss" and _more_bytes(difference, 3)
 
 
 def _numbers_of_channels(program, difference):
