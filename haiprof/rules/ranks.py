@@ -28,23 +28,23 @@ def _third_by_third(verdict):
 
 
 def _latest(verdict):
-    """(rank, share of a step that the others wait for it) if it is the same rank all the time, else (None, the share of
-    a step that ranks wait for one another)."""
+    """(rank, share of a step that the others wait for it, what of it other processes on its cores take) if it is the
+    same rank all the time, else (None, the share of a step that ranks wait for one another, 0)."""
     late = verdict.late
     total = sum(late.charged.values())
     worst = max(late.charged, key=late.charged.get, default=None)
     if worst is None or not late.covered:
-        return None, 0.0
+        return None, 0.0, 0.0
     always = all(
         third.charged[worst] >= 0.6 * sum(third.charged.values()) and third.per_second(worst) >= LATE / 2
         for third in _third_by_third(verdict)
     )
     if not always:
-        return None, total / late.covered
+        return None, total / late.covered, 0.0
     delays = {rank.rank: rank.mean("process.delay") or 0.0 for rank in verdict.ranks}
     others = [delay for rank, delay in delays.items() if rank != worst]
-    excess = max(0.0, delays.get(worst, 0.0) - fmean(others)) if others else 0.0  # other processes have its cores
-    return worst, late.per_second(worst) - excess
+    excess = max(0.0, delays.get(worst, 0.0) - fmean(others)) if others else 0.0
+    return worst, late.per_second(worst), excess
 
 
 def _sizes(verdict):
@@ -55,9 +55,9 @@ def slow_rank(verdict):
     late, step = verdict.late, verdict.step
     if len(verdict.ranks) < 2 or not late.n:
         return None
-    worst, share = _latest(verdict)
+    worst, share, excess = _latest(verdict)
     own = next((rank for rank in verdict.ranks if rank.rank == worst), None)
-    if own is None or share < LATE:
+    if own is None or share - excess < LATE:
         return None
     others = [rank for rank in verdict.ranks if rank is not own]
     phases = {rank.rank: {name: rank.phases[name] - rank.waits[name] for name in PARTS} for rank in verdict.ranks}
@@ -76,7 +76,7 @@ def slow_rank(verdict):
     name = f"{worst} ({own.run['run']['host']})"
     return Finding(
         "slow rank",
-        share,
+        share - excess,
         f"Rank {name} makes the others wait {ms(share * step)} of a step of {ms(step)}; it is late in {phase}.",
         f"waits of a step: {waits}; it came last to most of {late.n} collectives",
         advice,
@@ -87,7 +87,7 @@ def slow_rank(verdict):
 def uneven_batches(verdict):
     if len(verdict.ranks) < 2 or not verdict.late.n:
         return None
-    worst, share = _latest(verdict)
+    worst, share, _ = _latest(verdict)
     return _uneven(verdict, share) if worst is None and share >= LATE else None
 
 
