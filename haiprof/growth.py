@@ -10,12 +10,13 @@ import tracemalloc
 from collections import Counter
 from statistics import median
 
-from haiprof.stacks import source
+from haiprof.stacks import by_user, source
 
 LEAST, LEAST_A_STEP = 6 * 2**20, 1024  # bytes of growth that are noticed
 BLOCKS, EVEN = 4, 0.4  # parts of a run that must all grow, each by this share of the mean at least
 READINGS, STEPS = 8, 16
 FIRST, LAST = 4, 12  # steps after which the objects are counted for the first and the last time
+FRAMES = 12  # of an allocation, among which the innermost outside libraries is shown
 NODES = 20000  # nodes of a graph that are counted
 BETWEEN = {os.path.dirname(__file__)}
 
@@ -98,7 +99,7 @@ class Census:
             if self._frozen:
                 gc.freeze()  # which leaves only later objects to be looked at
             if self._ours:
-                tracemalloc.start(1)
+                tracemalloc.start(FRAMES)
         elif self._steps == FIRST:
             self._before, self._sizes = _alive(), _by_line()
         elif self._steps == LAST:
@@ -154,11 +155,15 @@ def _made(thing):
     """The file and line that made an object since tracing began, or None."""
     traceback = tracemalloc.get_object_traceback(thing)
     if traceback is not None:
-        return traceback[0].filename, traceback[0].lineno
-    if _of_address is None:
-        return None
-    found = _of_address(0, id(thing) - PREFIX)
-    return found and found[0][:2]
+        return _users((frame.filename, frame.lineno) for frame in reversed(traceback))
+    found = None if _of_address is None else _of_address(0, id(thing) - PREFIX)
+    return found and _users(frame[:2] for frame in found)
+
+
+def _users(places) -> tuple:
+    """The innermost of places that is in no library; places: (file, line), from the innermost on."""
+    places = list(places)
+    return next((place for place in places if by_user(place[0])), places[0])
 
 
 # Python 3.11 does not find objects of classes with a dict, whose memory begins two pointers earlier than it looks.
@@ -192,7 +197,7 @@ def _nodes(node) -> int:
 def _by_line() -> Counter:
     sizes = Counter()
     for trace in tracemalloc.take_snapshot().traces:
-        frame = trace.traceback[0]
+        frame = trace.traceback[-1]
         if os.path.dirname(frame.filename) not in BETWEEN and frame.filename != tracemalloc.__file__:
             sizes[frame.filename, frame.lineno] += trace.size
     return sizes

@@ -145,6 +145,11 @@ def described(place: Place) -> list[str]:
     return [f"{where(code.co_filename, line)} {code.co_name}", _public(text), _public(expression), within, area]
 
 
+def by_user(name) -> bool:
+    """Whether a file is in no library."""
+    return _file(name)[0]
+
+
 def source(name, line) -> str:
     """A line of a file, and its text."""
     return f"{where(name, line)}  {_public(linecache.getline(name, line).strip())}"

@@ -50,3 +50,8 @@ def on_gpu(verdict, rank) -> float:
     """The share of a step outside the phases that the rules of GPUs explain."""
     calls = (synchronises, transfers)
     return rank.share(lambda each: each.phase == "other" and any(c(each) for c in calls)) if verdict.gpu else 0.0
+
+
+def supply(rank):
+    """Seconds in which the loader's workers make a batch together; None if unknown."""
+    return fmean(rank.workers.values()) / len(rank.workers) if rank.workers else None

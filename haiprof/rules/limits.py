@@ -5,6 +5,7 @@ from haiprof.rules.common import most, spent
 from haiprof.verdict import Finding
 
 MEMORY_FULL, SWAPPING, DISK_FULL = 0.92, 0.05, 0.005  # used; of the time; free
+UNEXPLAINED = 64 * 2**20  # bytes of growth that are reported although no Python object holds them
 
 
 def memory_full(verdict):
@@ -40,6 +41,9 @@ def growth(verdict):
     lines = rank.run.get("growth", [])
     rows = [row for line in lines for row in line["rows"]]
     graphs = [row for line in lines for row in line["graphs"]]
+    held = rank.counters.get("gpu.allocated") or rank.counters.get("process.memory") or [0.0]
+    if not (rows or graphs) and max(held) - min(held) < UNEXPLAINED:
+        return None  # allocators and shared memory grow in a run's first seconds, too
     text = f"Memory grows by {size / 2**20:.2f} MB in each step on rank {rank.rank}"
     kind, advice = "memory grows", ["what each step appends to lists, dicts and caches"]
     if rows:

@@ -3,16 +3,11 @@
 from statistics import fmean
 
 from haiprof import arrivals
-from haiprof.rules.common import attach, loader_of, stages
+from haiprof.rules.common import attach, loader_of, stages, supply
 from haiprof.verdict import PARTS, Finding, ms
 
 LATE, COMMUNICATION_BOUND = 0.05, 0.2  # the share of a step from which something is reported
 UNEVEN, HEAVIEST = 0.15, 1.25  # deviation of batches; work of a stage to the mean
-
-
-def supply(rank):
-    """Seconds in which the loader's workers make a batch together; None if unknown."""
-    return fmean(rank.workers.values()) / len(rank.workers) if rank.workers else None
 
 
 def _third_by_third(verdict):

@@ -3,12 +3,13 @@
 import re
 from statistics import median
 
-from haiprof.rules.common import attach, loader_of, most, on_gpu, spent, stages
+from haiprof.rules.common import attach, loader_of, most, on_gpu, spent, stages, supply
 from haiprof.stacks import DISK, LOCK, SLEEPS, WAITS
 from haiprof.verdict import ms
 
 # The share of a step from which something is reported; a worker's time to the median of the others'.
 DATA_BOUND, OUTSIDE, SAMPLED, COLLECTING, SLOW_WORKER = 0.15, 0.15, 0.1, 0.1, 2.0
+CROWDED = 0.3  # the share of time in which tasks wait for a core, from which waits say little
 LOCKS = re.compile(r"^(async )?with |\.(acquire|wait|join|get|put|result)\(")
 
 
@@ -168,6 +169,8 @@ def data(verdict):
                 evidence,
                 [f"what worker {slow} does differently: its shard, its file, its host mount"],
             )
+    if rank.workers and supply(rank) < rank.seconds / 2 and (rank.mean("pressure.cpu") or 0.0) > CROWDED:
+        return None  # the workers are ahead; they and the run wait for cores
     pinned = ", pin_memory=True" if verdict.gpu else ""
     advice = [f"DataLoader(num_workers={2 * workers or 4}, persistent_workers=True, prefetch_factor=4{pinned})"]
     if workers == 0:
