@@ -230,7 +230,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
 
 def _measurable(seen) -> bool:
     values = seen.values if isinstance(seen, Tensor) else None
-    return values is not None and values.is_floating_point() and values.numel() > 0 and bool(values.isfinite().all())
+    return values is not None and values.dtype in ULPS and values.numel() > 0 and bool(values.isfinite().all())
 
 
 def _values_differ(a: Tensor, b: Tensor, largest: float, moved: Callable[[], float]) -> bool:
@@ -243,9 +243,10 @@ def _values_differ(a: Tensor, b: Tensor, largest: float, moved: Callable[[], flo
         ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None
     )
     error = relative_error(a, b)
-    if b.values.abs().max() <= b.zero / 64 and a.values.abs().max() < b.zero:
+    ours, stock = _numbers(a.values).abs().max(), _numbers(b.values).abs().max()
+    if stock <= b.zero / 64 and ours < b.zero:
         return False
-    if max(a.values.abs().max(), b.values.abs().max()) <= 4 * torch.finfo(b.values.dtype).eps * largest:
+    if b.values.dtype in ULPS and max(ours, stock) <= 4 * torch.finfo(b.values.dtype).eps * largest:
         return False
     return error > bound and not error <= NOISE * moved()
 
