@@ -103,3 +103,15 @@ def test_other_dtypes(name, dtype):
     """float16's smallest number does not absorb the scores; float64's is -inf in Gemma's softmax, and gives NaN."""
     at_most = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-6}[dtype]
     compare(name, "eager", ("sample" if name == "Bert" else "left",), dtype, at_most)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Llama"])
+def test_inference_mode(name):
+    """The same bits as without gradients. In float16 the mask is made as a tensor, whose version is asked for."""
+    model = hfnn.convert(build(name, "eager").eval().half(), prefer="memory")
+    given = {"input_ids": torch.randint(3, 64, (3, TOKENS)), "attention_mask": mask_of("left")}
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(model(**given).logits)
+    assert torch.equal(*found)

@@ -124,9 +124,8 @@ class Mask(torch.Tensor):
         hidden: the dtype whose smallest number hidden pairs get, None for -inf. With a number, a query that sees no key
         weighs all keys alike if the number absorbs the scores; returns None if it does not.
         """
-        dense = self._dense
-        if dense is not None and (dense.is_inference() or dense._version != self._made):
-            return {"attn_mask": dense}
+        if self._dense is not None and self._dense._version != self._made:
+            return {"attn_mask": self._dense}
         if hidden is None or not self._blind:
             return dict(self._given)
         return {**self._given, "uniform": True} if absorbs(hidden) else None
@@ -134,10 +133,11 @@ class Mask(torch.Tensor):
     def dense(self) -> torch.Tensor:
         """The tensor, as transformers makes it."""
         if self._dense is None:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode counts no writes
                 made = self._make()
+                made = made.clone() if made.is_inference() else made
             self._dense, self._make = made.expand(*self._shape()), None
-            self._made = 0 if self._dense.is_inference() else self._dense._version
+            self._made = self._dense._version
         return self._dense
 
     def _shape(self):

@@ -374,7 +374,7 @@ def batch_norm_act(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    residual: Tensor = None,
+    residual: Tensor | None = None,
     act: str | None = None,
     negative_slope: float = 0.01,
     *,

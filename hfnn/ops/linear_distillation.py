@@ -292,7 +292,7 @@ def linear_distillation(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
-    target: Tensor = None,
+    target: Tensor | None = None,
     ignore_index: int = -100,
     beta: float = 0.0,
     temperature: float = 1.0,

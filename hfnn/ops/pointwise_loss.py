@@ -62,11 +62,16 @@ class Loss(Op):
         how = (self, parameter or 0.0, reduction == "mean", self.out_dtype(input), kernel)
         if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
             return _compute(input, target, *how)[0]
-        if self.keeps_target and (target.requires_grad or hasattr(input.grad_fn, "_saved_result")):
-            return None  # torch keeps input and target, or only the target beside an input that its op has kept
+        if self.keeps_target and (target.requires_grad or _is_kept(input)):
+            return None
         if signs:
             return _L1Loss.apply(input, target, link_before(input), *how)[0]
         return _PointwiseLoss.apply(input, target, *how)[0]
+
+
+def _is_kept(x) -> bool:
+    """Whether the op of torch that made x, or the base of this view, keeps it anyway."""
+    return hasattr((x if x._base is None else x._base).grad_fn, "_saved_result")
 
 
 def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):

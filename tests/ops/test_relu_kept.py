@@ -189,3 +189,20 @@ def test_a_checkpoint_saves_the_same_of_made_weights_and_of_parameters(layer):
         results.append(torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()]))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("make", [lambda x: x.relu_(), lambda x: x.relu_().view(-1), torch.sigmoid, lambda x: x])
+def test_a_loss_of_what_its_op_keeps(make):
+    """torch's loss keeps its input, which costs nothing if the op that made it keeps it; so ours does not keep more."""
+    x, target = torch.randn(8, 16, requires_grad=True), torch.rand(8, 16)
+    stock, ours = torch.nn.BCEWithLogitsLoss(), hfnn.BCEWithLogitsLoss()
+    ours.prefer = "memory"
+
+    def kept(loss):
+        def run():
+            y = make(x * 1)
+            return loss(y, target.view(y.shape))
+
+        return hfnn.memory.saved_bytes(run).total
+
+    assert kept(ours) <= kept(stock)
