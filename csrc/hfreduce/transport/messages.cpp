@@ -479,8 +479,7 @@ void Messages::State::write(int to, const Header& header, const void* data, cons
 }
 
 void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
-  Header header;
-  header.bytes = size, header.tag = tag, header.ticket = ticket, header.call = watch.call;
+  Header header{.bytes = size, .tag = tag, .ticket = ticket, .call = watch.call};
   Pair& pair = state_->pairs[to];
   {
     std::lock_guard lock(pair.mutex);
