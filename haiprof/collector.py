@@ -186,9 +186,9 @@ class Collector:
             self.counters, wait = counters, min(self.interval, 1.0)
             self._tell_missing()
             begun = self._ready = time.perf_counter()
-            due = begun + wait
+            due, draws = begun + wait, random.Random()  # apart from the program's random numbers
             while not self._over.wait(
-                (OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY) * (0.5 + random.random())
+                (OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY) * (0.5 + draws.random())
             ):
                 self.samples.take(self.phases.thread, self._others)
                 if time.perf_counter() < due:

@@ -9,7 +9,7 @@ from torch.utils import flop_counter
 
 from haiprof.places import Places
 
-TOP = 40  # number of written rows
+TOP = 200  # number of written rows
 MODULE = "haiprof module: "  # begins the name of a record
 NODE = "autograd::engine::evaluate_function: "  # begins that of a node of autograd
 # FLOPs per second of matrix products in bfloat16 (V100: float16), dense, of the vendor's data sheets; by a part of the

@@ -50,7 +50,8 @@ def test_a_window(tmp_path):
     assert rows["aten::mm", "32x8, 8x64", "Net.inner.0"][1] == 2, "in backward"
     assert rows["aten::mm", "8x64, 64x32", "Net.inner.2"][1] == 2
     times = [row[2] for row in line["rows"]]
-    assert times == sorted(times, reverse=True) and sum(times) <= line["host"]
+    rounded = len(times) * 5e-7  # each to a microsecond
+    assert times == sorted(times, reverse=True) and sum(times) <= line["host"] + rounded
     with flop_counter.FlopCounterMode(display=False) as counter:
         model(torch.randn(8, 64)).square().mean().backward()
     assert line["flops"] == counter.get_total_flops() == 5 * 2 * 8 * 32 * 64

@@ -52,6 +52,7 @@ def build(program):
 def run(program):
     """Everything that the program produces: losses, gradients, weights, exceptions."""
     torch.manual_seed(program["seed"])
+    random.seed(program["seed"])
     model, optimizer = build(program)
     log = []
     data = torch.utils.data.TensorDataset(torch.randn(64, 8))
@@ -93,7 +94,7 @@ def run(program):
                 model(torch.randn(4, 3))
             except RuntimeError as error:
                 log.append(str(error))
-    return [*log, *(p.detach().clone() for p in model.parameters())]
+    return [*log, *(p.detach().clone() for p in model.parameters()), str(random.random())]
 
 
 def same(a, b):
