@@ -88,7 +88,8 @@ def rows(profiler) -> tuple[list, float, float]:
                 forwards[event.sequence_nr] = name
     calls, host, gpu = Counter(), Counter(), Counter()
     for event in events:
-        if event.name.startswith((MODULE, "ProfilerStep")):
+        # With stacks, which are recorded if hfnn is loaded, calls of Python are events as well.
+        if event.name.startswith((MODULE, "ProfilerStep")) or getattr(event, "is_python_function", False):
             continue
         module, backward = modules[event.id]
         module = forwards.get(module, "") if backward else module

@@ -49,6 +49,7 @@ def test_a_window(tmp_path):
     assert rows["aten::addmm", "32, 8x64, 64x32", "Net.inner.0"][1] == 2, "once in each of two steps"
     assert rows["aten::mm", "32x8, 8x64", "Net.inner.0"][1] == 2, "in backward"
     assert rows["aten::mm", "8x64, 64x32", "Net.inner.2"][1] == 2
+    assert not any(row[0].startswith("<") or ".py(" in row[0] for row in line["rows"]), "calls of Python"
     times = [row[2] for row in line["rows"]]
     rounded = len(times) * 5e-7  # each to a microsecond
     assert times == sorted(times, reverse=True) and sum(times) <= line["host"] + rounded

@@ -6,6 +6,7 @@ python tests/haiscale/test_what_a_script_sees.py     writes the table
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ def seen(way: str, folder: Path) -> list[tuple]:
     for _ in range(3):
         command = [sys.executable, *WAYS[way](), "train.py", "--lr", "1e-4", "rank ${local_rank}"]
         with open(folder / "out", "wb") as out:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
             how = {"cwd": folder, "env": variables, "stdout": out, "stderr": subprocess.PIPE, "timeout": 120}
             ended = subprocess.run(command, input=b"typed", **how)
         if b"EADDRINUSE" not in ended.stderr:  # the free port was taken meanwhile
