@@ -51,7 +51,8 @@ def parser() -> Parser:
     found.add_argument("--version", action="version", version=f"hfnn {hfnn.__version__}")
     commands = found.add_subparsers(metavar="COMMAND", required=True)
     sub = commands.add_parser("info", help="what hfnn can do on this machine, and what is missing")
-    sub.set_defaults(call=lambda args: info.main())
+    info.options(sub)
+    sub.set_defaults(call=info.run)
     sub = commands.add_parser(
         "report", help="what hfnn.convert would swap in a model, what it would leave alone, and why"
     )

@@ -152,12 +152,12 @@ def text(parts: list[Section]) -> str:
     return "\n".join(lines[1:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m hfnn.info", description="what hfnn can do here, and what is missing"
-    )
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--build", action="store_true", help="build hfnn._autograd for this torch, if there is none")
-    if not parser.parse_args().build:
+
+
+def run(args: argparse.Namespace) -> None:
+    if not args.build:
         return print(text(tables()))
     try:
         extension = native.extension or build.load(again=True)
@@ -167,4 +167,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(
+        prog="python -m hfnn.info", description="what hfnn can do here, and what is missing"
+    )
+    options(parser)
+    run(parser.parse_args())

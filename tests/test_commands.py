@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -84,6 +85,8 @@ def test_an_error_is_one_line_and_ends_with_2(words):
 
 
 def test_results(tmp_path):
+    status, out, err = run("hfnn", "info")
+    assert status == 0 and "layer_norm" in out, err
     status, out, err = run("hfnn", "report", "gpt2")
     assert status == 0, err
     assert "GPT2LMHeadModel, 124,439,808 parameters" in out and "138 modules swapped, 0 left alone" in out
@@ -120,10 +123,15 @@ def test_an_interrupt_of_hfnn(tmp_path, monkeypatch):
     """While it waits for a driver that does not answer."""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho up > {tmp_path}/up; exec sleep 100\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    os.mkfifo(tmp_path / "up")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     process = start("hfnn", "info", start_new_session=True)
-    assert interrupted(process, (tmp_path / "up").read_text) == (130, "")
+
+    def ready():
+        while not (tmp_path / "up").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+
+    assert interrupted(process, ready) == (130, "")
 
 
 def test_an_interrupt_of_hfrecord(tmp_path):
