@@ -17,6 +17,9 @@ process group, hfreduce.Fault from the direct functions. Groups that are still o
 exits, without waiting long.
 """
 
+import contextlib
+from typing import TYPE_CHECKING
+
 from hfreduce import wire
 from hfreduce.api import (
     Group,
@@ -39,13 +42,24 @@ from hfreduce.api import (
 )
 from hfreduce.backend import Options, describe, monitored_barrier, nbytes, operations, record, register
 
-try:
-    from hfreduce._C import Fault
-except ImportError:  # nothing was compiled: api.native raises an error on use
 
-    class Fault(RuntimeError):
-        """An error in a group: `cause` is its kind, `ranks` are the ranks at fault."""
+class Fault(RuntimeError):
+    """A group failed, and cannot be used any more. The message names ranks, hosts and operations.
 
+    Attributes:
+        cause: "died", "timeout", "mismatch", "aborted", "left" or "broken".
+        ranks: The ranks at fault, numbered in the group.
+    """
+
+    cause: str
+    ranks: list[int]
+
+
+if not TYPE_CHECKING:
+    with contextlib.suppress(ImportError):  # nothing was compiled: core.native raises an error on use
+        from hfreduce import _C
+
+        _C.Fault.__doc__, _C.Fault.__module__, Fault = Fault.__doc__, "hfreduce", _C.Fault
 
 __all__ = [
     "Fault",

@@ -7,11 +7,12 @@ import logging
 import os
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hfreduce import api
+from hfreduce import core
 
 _log = logging.getLogger("hfreduce")
 _AT_EXIT = 10.0  # seconds for groups that are still open to send their last messages
@@ -37,19 +38,27 @@ def native():
     return importlib.import_module("hfreduce._c10d")
 
 
-def Options():
-    """`pg_options` of init_process_group and new_group: interface, host_id, slot_bytes, plan, device_plan.
+def Options() -> Any:
+    """Makes the `pg_options` of init_process_group and new_group. The attributes:
 
-    interface: the network interface between hosts; "" for the one with a route to the others. host_id: ranks with equal
-    ids share memory; "" for the machine's own. slot_bytes: shared memory that a rank fills in one step; each rank has
-    two. plan: rows of `hfreduce.plan`; empty for this machine's. device_plan: the same for CUDA tensors
-    (`hfreduce.plan.DeviceRow`).
+    * interface: str. The network interface between hosts; "" for the one with a route to the others.
+    * host_id: str. Ranks with equal ids share memory; "" for the machine's own.
+    * slot_bytes: int. Shared memory that a rank fills in one step; each rank has two.
+    * plan: list. Tuples of `hfreduce.plan.Row`; empty for this machine's measured plan.
+    * device_plan: list. The same for CUDA tensors, of `hfreduce.plan.DeviceRow`.
+
+    Raises:
+        ImportError: hfreduce was not built for this torch.
     """
     return native().Options()
 
 
-def register():
-    """Registers "hfreduce" with torch.distributed; `import hfreduce` calls it."""
+def register() -> None:
+    """Registers "hfreduce" with torch.distributed; `import hfreduce` calls it.
+
+    Raises:
+        RuntimeError: TORCH_DISTRIBUTED_USE_TORCHCOMMS is set: then torch.distributed asks no other backend.
+    """
     if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower() not in ("0", "false", ""):
         raise RuntimeError(
             "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set: torch.distributed would give all groups to torchcomms, none to "
@@ -65,12 +74,12 @@ def create(options, pg_options=None):
     if pg_options is not None and not isinstance(pg_options, c10d.Options):
         raise TypeError(f"pg_options of the hfreduce backend are hfreduce.Options, got {type(pg_options).__name__}")
     if not _ready:
-        c10d.set_told_by(api.where, api.why)
+        c10d.set_told_by(core.where, core.why)
         atexit.register(c10d.close_all, _AT_EXIT)
         _ready.append(True)
     own = copy.deepcopy(pg_options or c10d.Options())
-    own.plan = own.plan or api.plan_rows(options.group_size, own.slot_bytes)
-    own.device_plan = own.device_plan or api.device_plan_rows(options.group_size)
+    own.plan = own.plan or core.plan_rows(options.group_size, own.slot_bytes)
+    own.device_plan = own.device_plan or core.device_plan_rows(options.group_size)
     backend = c10d.create(options, own)
     _log.info("%s", backend.describe())
     return backend
@@ -92,32 +101,52 @@ def _backend(group):
     return backend
 
 
-def describe(group=None):
-    """One line: ranks, hosts and connections of a process group, and paths of CUDA tensors once it has seen some."""
+def describe(group: dist.ProcessGroup | None = None) -> str:
+    """One line: ranks, hosts and connections of a process group, and paths of CUDA tensors once it has seen some.
+
+    Args:
+        group: A process group on hfreduce; the default group if None.
+
+    Raises:
+        ValueError: There is no such group, it has another backend, or this rank is not in it.
+    """
     return _backend(group).describe()
 
 
-def record(group=None):
-    """The last operations of a process group, as JSON in the schema of torch's flight recorder, 2.10."""
+def record(group: dist.ProcessGroup | None = None) -> str:
+    """The last operations of a process group, as JSON in the schema of torch's flight recorder, 2.10.
+
+    Args:
+        group: A process group on hfreduce; the default group if None.
+
+    Raises:
+        ValueError: As in `describe`.
+    """
     return _backend(group).record()
 
 
-def operations():
+def operations() -> int:
     """The number of operations that this process has begun on the backend, over all process groups."""
     return native().operations()
 
 
-def nbytes():
+def nbytes() -> int:
     """The bytes of all dense tensors that those operations return."""
     return native().nbytes()
 
 
-def monitored_barrier(group=None, timeout=None):
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None) -> None:
     """torch.distributed.monitored_barrier, which torch itself only allows for gloo.
 
-    timeout: a timedelta or seconds; the group's if None. The DistBackendError names the missing ranks, and shows where
-    each of them is. Unlike with gloo, the group is then unusable, as after any failure. On a rank outside the group it
-    warns and returns, as torch's collectives do.
+    On a rank outside the group it warns and returns, as torch's collectives do.
+
+    Args:
+        group: A process group on hfreduce; the default group if None.
+        timeout: A timedelta or seconds; the group's if None.
+
+    Raises:
+        torch.distributed.DistBackendError: Ranks are missing. It names them and shows where each of them is. Unlike
+            with gloo, the group is then unusable, as after any failure.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         warnings.warn(

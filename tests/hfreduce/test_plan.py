@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import loaded
 
-from hfreduce import _C, api, plan, tune, tune_device
+from hfreduce import _C, core, plan, tune, tune_device
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = plan.KINDS[:-2]
@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_read_or_written(file, beside, capsys):
 def test_rows_of_the_file_are_for_slots_of_the_usual_size(file):
     """They would not fit into smaller slots, and were not measured with larger ones."""
     plan.save(plan.Shape(2), [row(chunk=plan.SLOT)])
-    assert api.plan_rows(2, plan.SLOT) == plan.rows(2) != [] and api.plan_rows(2, 4096) == []
+    assert core.plan_rows(2, plan.SLOT) == plan.rows(2) != [] and core.plan_rows(2, 4096) == []
 
 
 # Explanations

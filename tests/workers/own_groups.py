@@ -101,7 +101,7 @@ def names(rank, size, store):
 
     def meanwhile(*arguments):
         """The first group waits here until the second is being made."""
-        while all(making._alone for making in hfreduce.api._Making._all.values()):
+        while all(making._alone for making in hfreduce.group._Making._all.values()):
             time.sleep(0.01)
         return prefixed(*arguments)
 

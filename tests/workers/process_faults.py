@@ -14,7 +14,7 @@ from process_groups import init
 from torch import nn
 
 import hfreduce
-from hfreduce import api
+from hfreduce import core
 from hfreduce.plan import ANY, DeviceRow
 
 
@@ -170,9 +170,9 @@ def options(rank, size, store):
         init(rank, size, f"{store}.plan", pg_options=given)
     given = hfreduce.Options()
     given.slot_bytes = 4096
-    own, api.device_plan_rows = api.device_plan_rows, lambda size: [DeviceRow("all_gather", ANY, "copies").tuple()]
+    own, core.device_plan_rows = core.device_plan_rows, lambda size: [DeviceRow("all_gather", ANY, "copies").tuple()]
     init(rank, size, store, pg_options=given)
-    api.device_plan_rows = own
+    core.device_plan_rows = own
     x = torch.arange(5000.0) + rank
     dist.all_reduce(x)
     assert torch.equal(x, size * torch.arange(5000.0) + sum(range(size)))
