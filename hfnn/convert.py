@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from hfnn import adapters
 from hfnn.capture import captured
 from hfnn.core import native
+from hfnn.core.context import PLAIN
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.options import one_of
 from hfnn.optim import swap
@@ -316,7 +316,7 @@ def _obstacle(site: Site, room: type) -> str | None:
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized: convert first, then register parametrizations"
     for name, p in module._parameters.items():
-        if p is not None and type(p) is not nn.Parameter and type(p) is not torch.Tensor:
+        if p is not None and type(p) not in PLAIN:
             return f"its {name} is a {type(p).__name__}, not a plain parameter{_ADVICE.get(type(p).__name__, '')}"
     for outer in site.around:
         if type(outer).__module__.startswith("peft.") and "base_layer" in outer._modules:

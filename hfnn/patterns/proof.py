@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
@@ -155,8 +155,7 @@ def check(
         raise Differs("its forward depends on more than its input (grad mode, number of rows or of calls)")
     if y.shape != want.shape or (dtype is not None and y.dtype is not dtype):
         raise Differs(f"it returns {y.dtype} {tuple(y.shape)} for {inputs[0].dtype} {tuple(inputs[0].shape)}")
-    of = *names, *(name for name, _ in clone.named_parameters())
-    what = "output", *(f"gradient of {x}" for x in of)
+    what = "output", *(f"gradient of {x}" for x in (*names, *dict(clone.named_parameters())))
     for name, given, exact in zip(what, (y, *grads), (want, *wanted), strict=True):
         distance = float("inf") if given is None else off(given, exact)
         if not distance <= within:
@@ -276,6 +275,7 @@ def _other_generators():
 def seclusion():
     """Runs the proof outside of the caller's modes, and restores torch's generator afterwards."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())  # of dispatch: FakeTensors, above all, have no values to compare
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))
