@@ -35,6 +35,7 @@ with contextlib.suppress(ImportError):
 log = logging.getLogger("haiprof")
 SAMPLE = 20  # backward passes examined per reading of collectives
 OFTEN, RARELY, AT_FIRST = 0.02, 0.1, 20.0  # seconds between samples of the stack, at first and after so many seconds
+REST = 300  # but at least so many times what a sample takes of the processor
 SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters in the trace
 
 
@@ -57,8 +58,7 @@ class Collector:
         self._ready = float("inf")  # time.perf_counter from which on steps are no longer those of its own start
         self.works = False  # whether a window takes time
         self._disturbed = False  # whether the running step has paid for a window or a census
-        self._watch = Watch()
-        self._before = {}  # totals as last written
+        self._watch, self._before = Watch(), {}  # totals as last written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between, self._at_exit = threading.Condition(), None  # of multiprocessing
 
@@ -186,18 +186,19 @@ class Collector:
             self.counters, wait = counters, min(self.interval, 1.0)
             self._tell_missing()
             begun = self._ready = time.perf_counter()
-            due, draws = begun + wait, random.Random()  # apart from the program's random numbers
-            while not self._over.wait(
-                (OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY) * (0.5 + draws.random())
-            ):
+            due, pause, spent = begun + wait, OFTEN, time.thread_time()
+            draws = random.Random()  # apart from the program's random numbers
+            while not self._over.wait(pause * (0.5 + draws.random())):
                 self.samples.take(self.phases.thread, self._others)
-                if time.perf_counter() < due:
-                    continue
-                with self.captures.none(self.interval) as nothing_is_captured:
-                    if nothing_is_captured and not self._over.is_set():
-                        self._tick()
-                wait *= 2 if self.writer.full() else 1
-                due = time.perf_counter() + wait
+                least = OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY
+                pause = max(least, REST * (time.thread_time() - spent))
+                if time.perf_counter() >= due:
+                    with self.captures.none(self.interval) as nothing_is_captured:
+                        if nothing_is_captured and not self._over.is_set():
+                            self._tick()
+                    wait *= 2 if self.writer.full() else 1
+                    due = time.perf_counter() + wait
+                spent = time.thread_time()
         except Exception:
             self.fail()
 
