@@ -35,7 +35,7 @@ with contextlib.suppress(ImportError):
 log = logging.getLogger("haiprof")
 SAMPLE = 20  # backward passes examined per reading of collectives
 OFTEN, RARELY, AT_FIRST = 0.02, 0.1, 20.0  # seconds between samples of the stack, at first and after so many seconds
-REST = 300  # but at least so many times what a sample takes of the processor
+REST = 300  # but at least so many times what a sample takes of the processor, if counters are not read more often
 SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters in the trace
 
 
@@ -191,7 +191,7 @@ class Collector:
             while not self._over.wait(pause * (0.5 + draws.random())):
                 self.samples.take(self.phases.thread, self._others)
                 least = OFTEN if time.perf_counter() < begun + AT_FIRST else RARELY
-                pause = max(least, REST * (time.thread_time() - spent))
+                pause = max(least, min(REST * (time.thread_time() - spent), self.interval))
                 if time.perf_counter() >= due:
                     with self.captures.none(self.interval) as nothing_is_captured:
                         if nothing_is_captured and not self._over.is_set():
