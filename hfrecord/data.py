@@ -2,22 +2,36 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch.utils.data
 
-from hfrecord.reader import FileReader
+from hfrecord.reader import FileReader, Paths
 from hfrecord.sampler import ElasticSampler
 
 
-class Dataset(torch.utils.data.Dataset):
+class Dataset(torch.utils.data.Dataset[Any]):
     """A map-style dataset that reads whole batches at once; also a RandomAccessDataSource of Grain.
 
-    data: a FileReader, or paths for one. fields: names of the schema's fields; a sample is then a tuple of them, as in
-    torchvision's ImageFolder with ("image", "label"). transform: a function of a sample. Workers may be forked or
-    spawned.
+    Args:
+        data: A FileReader, or paths for one.
+        transform: A function of a sample. Spawned workers need one that can be pickled.
+        fields: Names of fields of the schema. A sample is then a tuple of them, as in torchvision's ImageFolder with
+            ("image", "label"); otherwise it is the record.
+
+    Raises:
+        ValueError: The records have no such field.
     """
 
-    def __init__(self, data, transform: Callable | None = None, *, fields: Sequence[str] | None = None):
+    reader: FileReader
+
+    def __init__(
+        self,
+        data: FileReader | Paths,
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+    ):
         self.reader = data if isinstance(data, FileReader) else FileReader(data)
         self.transform, self.fields = transform, fields
         known = self.reader.schema.fields if self.reader.schema else {}
@@ -27,10 +41,10 @@ class Dataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> Any:
         return self._sample(self.reader[index])
 
-    def __getitems__(self, indices: Sequence[int]) -> list:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self._sample(record) for record in self.reader.__getitems__(indices)]
 
     def advise(self, indices: Sequence[int]) -> None:
@@ -43,7 +57,7 @@ class Dataset(torch.utils.data.Dataset):
         return record if self.transform is None else self.transform(record)
 
 
-class DataLoader(torch.utils.data.DataLoader):
+class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's DataLoader with an ElasticSampler, and with `state_dict` and `load_state_dict`.
 
         loader = hfrecord.DataLoader(dataset, batch_size=64, num_workers=4, seed=0)
@@ -51,11 +65,23 @@ class DataLoader(torch.utils.data.DataLoader):
 
     The state counts the batches that the loop has received, not those that workers have prefetched. The epoch moves
     when a loop ends: after a `break` the next loop begins where that one began, unless `load_state_dict` or `set_epoch`
-    says otherwise. A batch whose transform raises counts if the loop goes on. dataset: a Dataset, or paths for one.
-    seed, shuffle, window, mix, rank, world_size, tail: as in ElasticSampler. options: of torch's class.
+    says otherwise. A batch whose transform raises counts if the loop goes on.
+
+    Args:
+        dataset: A Dataset, or paths for one.
+        batch_size: Records of a batch on this rank.
+        num_workers: As in torch.
+        options: seed, shuffle, window, mix, rank, world_size and tail, as in ElasticSampler; others as in torch.
     """
 
-    def __init__(self, dataset, batch_size: int = 1, *, num_workers: int = 0, **options):
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Any] | Paths,
+        batch_size: int = 1,
+        *,
+        num_workers: int = 0,
+        **options: Any,
+    ):
         paths = isinstance(dataset, (str, os.PathLike, list, tuple))
         dataset = Dataset(dataset) if paths else dataset
         names = ("seed", "shuffle", "window", "mix", "rank", "world_size", "tail")
@@ -63,7 +89,7 @@ class DataLoader(torch.utils.data.DataLoader):
         sampler = ElasticSampler(dataset, batch_size, **own)
         super().__init__(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         return _Iterator(self)
 
     def _prefetched(self) -> Iterator:
@@ -75,14 +101,14 @@ class DataLoader(torch.utils.data.DataLoader):
             self.batch_sampler._counts = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration; a different epoch than the present one starts from its beginning."""
+        """Sets the epoch of the next loop. Another epoch than the present one starts from its beginning."""
         self.batch_sampler.set_epoch(epoch)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, int]:
         """Everything that a run must keep: a dict of integers."""
         return self.batch_sampler.state_dict()
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Resumes after the batches of a state."""
         self.batch_sampler.load_state_dict(state)
 

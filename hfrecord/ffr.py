@@ -8,8 +8,10 @@ the file. There is no commit: an incomplete file is damaged, so a file gets its 
 import os
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hfrecord import format, native
 
@@ -59,13 +61,16 @@ class Table:
 
 
 class FfrWriter:
-    """Writes an .ffr file; `write(data)` appends a sample, `close()` gives the file its name, at `path`.
+    """Writes a file of FFRecord's format, for programs that read it.
 
     The index comes before the samples and contains their number, so samples are kept in an unnamed file until `close`.
     A `with` block that raises leaves nothing behind.
+
+    Args:
+        path: The file. It gets this name in `close`, and replaces one that has it.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path, self._crcs, self._ends = os.fspath(path), [], [0]
         self._temporary = f"{self.path}.tmp"
         self._data = os.fdopen(os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "w+b", 1 << 20)
@@ -74,14 +79,15 @@ class FfrWriter:
     def __len__(self) -> int:
         return len(self._crcs)
 
-    def write(self, data) -> None:
-        """data: bytes, or anything with a buffer."""
+    def write(self, data: bytes | bytearray | memoryview | NDArray[Any]) -> None:
+        """Appends a sample: bytes, or anything else with a contiguous buffer."""
         data = memoryview(data).cast("B")
         self._data.write(data)
         self._crcs.append(native.crc32(data))
         self._ends.append(self._ends[-1] + len(data))
 
     def close(self) -> None:
+        """Writes the file. It is on the disk when this returns."""
         if self._data is None:
             return
         n, self._data, data = len(self), None, self._data
@@ -98,10 +104,10 @@ class FfrWriter:
         data.close()
         format.rename(self._temporary, self.path)
 
-    def __enter__(self):
+    def __enter__(self) -> "FfrWriter":
         return self
 
-    def __exit__(self, kind, *error):
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
         elif self._data is not None:

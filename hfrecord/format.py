@@ -23,6 +23,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,20 +37,31 @@ PLAIN, ZSTD = 0, 1
 
 
 class RecordError(ValueError):
-    """Damage or misuse of a record file; `path`, `record` (its number in the file) and `offset` give the place, or
-    None.
+    """A record file is damaged or misused. The arguments are its attributes.
 
-    A single argument is the whole message, so a DataLoader can re-raise a worker's error.
+    Args:
+        path: The file; the whole message if it is the only argument, so a DataLoader can re-raise a worker's error.
+        what: What is wrong.
+        record: The number of the record in the file.
+        offset: The place in the file, in bytes.
     """
 
-    def __init__(self, path, what: str | None = None, record: int | None = None, offset: int | None = None):
+    path: str
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        what: str | None = None,
+        record: int | None = None,
+        offset: int | None = None,
+    ):
         self.path, self.what, self.record, self.offset = os.fspath(path), what, record, offset
         where = [self.path]
         where += [f"record {record}"] if record is not None else []
         where += [f"byte {offset}"] if offset is not None else []
         super().__init__(f"{', '.join(where)}: {what}" if what is not None else self.path)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return RecordError, (self.path, self.what, self.record, self.offset)
 
 

@@ -6,21 +6,32 @@ depend on the seed and the epoch. It takes no memory, and any position can be co
 communication, and a run only keeps (seed, epoch, consumed).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ROUNDS = 8
 BLOCK = 4096  # positions computed at once
 
 
 class Permutation:
-    """A permutation of range(n), by seed and epoch: `permutation(places)` -> records, int64 arrays of one shape.
+    """A permutation of range(n): `permutation(places)` -> records, int64 arrays of one shape.
 
-    window: consecutive records of the files stay together in windows of this size, and `mix` windows at a time are
-    shuffled with each other, so a disk reads long ranges. The start of the first window changes with the epoch. So do
-    the few records after the last whole group of windows, which are shuffled separately. Raises ValueError for numbers
-    below 1 (n: below 0).
+    With a window, the start of the first window changes with the epoch. So do the few records after the last whole
+    group of windows, which are shuffled separately.
+
+    Args:
+        n: Number of records.
+        seed: Another seed is another permutation.
+        epoch: So is another epoch.
+        window: Records that are neighbours in the files stay together in windows of this size, so a disk reads long
+            ranges. None: every record moves on its own.
+        mix: How many windows are shuffled with each other.
+
+    Raises:
+        ValueError: n is below 0, window or mix below 1.
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0, window: int | None = None, mix: int = 16):
@@ -32,7 +43,7 @@ class Permutation:
             self._groups = n // self.group  # whole groups
             self._shift = int(self._keys[-1]) % max(n, 1)
 
-    def __call__(self, places) -> np.ndarray:
+    def __call__(self, places: int | Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         places = np.asarray(places, np.int64)
         if self.window is None:
             return _permuted(places, self.n, self._keys)
@@ -86,32 +97,55 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 class ElasticSampler:
-    """Indices for DataLoader: a `sampler`, or with `batch_size` a `batch_sampler`, that can resume where another
-    stopped.
+    """Indices for torch's DataLoader that resume where another run stopped, on any number of ranks.
 
         sampler = ElasticSampler(dataset, batch_size=64, seed=0)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
 
-    data: has a length; if it also has `advise` (FileReader, Dataset), each batch is advised one batch before it is
-    returned. shuffle, window, mix: as in Permutation, or the order of the files. rank, world_size: by default from
-    torch.distributed if it is initialised.
-
-    The rule: in step s, the ranks together take positions consumed + [0, batch_size * world_size) of the epoch's order;
+    In step s, the ranks together take the positions from consumed + s * batch_size * world_size of the epoch's order;
     rank r takes those that are r modulo world_size. So the records of a step do not depend on the number of ranks that
-    share them. tail: how to treat the last positions if they do not divide evenly. "repeat": positions from the epoch's
-    beginning fill up, so all ranks have equally many; "drop": positions of an incomplete step are left out; "keep":
-    ranks get what is left, and some may have one batch less.
+    share them.
 
     An iteration begins at `consumed`, and the next epoch follows after its end. The state refers to the returned
     batches. Workers of a DataLoader prefetch, so pass `state_dict` the number of batches that were trained on, and call
-    `set_epoch` after a loop that was left by `break`; or use hfrecord.DataLoader, which needs neither. Raises
-    ValueError for a rank outside the world, and for a state of other data.
+    `set_epoch` after a loop that was left by `break`; or use hfrecord.DataLoader, which needs neither.
+
+    Args:
+        data: Anything with a length. If it has `advise` (FileReader, Dataset), each batch is advised one batch before
+            it is returned.
+        batch_size: Of this rank; it is then a batch_sampler. None: a sampler of single indices.
+        seed: Of the order.
+        shuffle: False: the order of the files.
+        window: As in Permutation.
+        mix: As in Permutation.
+        rank: This rank. None: that of torch.distributed if it is initialised, otherwise 0.
+        world_size: Number of ranks. None: that of torch.distributed if it is initialised, otherwise 1.
+        tail: What happens to the last positions if ranks cannot share them evenly. "repeat": positions from the
+            epoch's beginning fill up, so all ranks have equally many; "drop": positions of an incomplete step are left
+            out; "keep": ranks get what is left, and some may have one batch less.
+
+    Raises:
+        ValueError: An argument is out of its range.
     """
 
+    data: Any
+    seed: int
+    epoch: int
+    consumed: int
+
     def __init__(
-        self, data, batch_size: int | None = None, *, seed: int = 0, shuffle: bool = True, window: int | None = None,
-        mix: int = 16, rank: int | None = None, world_size: int | None = None, tail: str = "repeat",
-    ):  # fmt: skip
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        window: int | None = None,
+        mix: int = 16,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: str = "repeat",
+    ):
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give 1 or more, or None for single indices")
         if tail not in ("repeat", "drop", "keep"):
@@ -145,19 +179,19 @@ class ElasticSampler:
         return -(-self._own(self.consumed % max(self.records, 1)) // (self.batch_size or 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration; a different epoch than the present one starts from its beginning."""
+        """Sets the epoch of the next iteration. Another epoch than the present one starts from its beginning."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
         self._at, self._given = (self.epoch, self.consumed), 0
 
-    def indices(self, epoch: int, places) -> np.ndarray:
-        """Records at these positions of an epoch's order, which wraps around: int64."""
+    def indices(self, epoch: int, places: int | Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Records at these positions of an epoch's order, which wraps around."""
         places = np.asarray(places, np.int64) % max(self.records, 1)
         if not self.shuffle:
             return places
         return Permutation(self.records, self.seed, epoch, self.window, self.mix)(places)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         at = self.epoch, self.consumed
         self._received(at, 0)
         items = self._ahead(self._items(*at))
@@ -200,9 +234,12 @@ class ElasticSampler:
             held.append(item)
         yield from held
 
-    def state_dict(self, batches: int | None = None) -> dict:
-        """Everything that a run must keep. batches: how many batches of the last iteration count; by default all
-        returned."""
+    def state_dict(self, batches: int | None = None) -> dict[str, int]:
+        """Everything that a run must keep.
+
+        Args:
+            batches: How many batches of the last iteration count; None: all that were returned.
+        """
         epoch, begin = self._at
         consumed = begin + (self._given if batches is None else batches) * self._step
         left = self.records - consumed
@@ -210,8 +247,12 @@ class ElasticSampler:
             epoch, consumed = epoch + 1, 0
         return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "records": self.records}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Resumes from a state, on any number of ranks and with any batch size."""
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resumes from a state, on any number of ranks and with any batch size.
+
+        Raises:
+            ValueError: The state is of another number of records.
+        """
         if state["records"] != self.records:
             raise ValueError(f"a state of {state['records']} records, these are {self.records}: give the same data")
         self.seed, self.epoch, self.consumed = state["seed"], state["epoch"], state["consumed"]

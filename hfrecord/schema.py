@@ -12,6 +12,7 @@ import json
 import math
 import re
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,17 @@ def optional(name: str):
 
 
 class Schema:
-    """Fields by name. Raises ValueError for an unknown kind, and for values that do not fit their kind."""
+    """The fields of a record, by name.
+
+    Args:
+        fields: A kind for each name, in the order in which they are stored: "bytes", "text", "json", "image", or a
+            dtype with a shape, such as "int64", "float32[3,4]" or "uint8[?,80]", where "?" may be any length.
+
+    Raises:
+        ValueError: A kind is unknown.
+    """
+
+    fields: dict[str, str]
 
     def __init__(self, fields: dict[str, str]):
         if not isinstance(fields, dict) or not fields:
@@ -38,15 +49,27 @@ class Schema:
         self.fields = fields
         self._codecs = {name: _codec(name, kind) for name, kind in fields.items()}
 
-    def encode(self, record: dict) -> bytes:
-        """record: a value for each field. bytes: bytes; text: str; json: values for json.dumps; image: the bytes of an
-        image file, or a PIL image or uint8 array (h, w[, 3]), which becomes a PNG; arrays: values for np.asarray."""
+    def encode(self, record: dict[str, Any]) -> bytes:
+        """The bytes of a record.
+
+        Args:
+            record: A value for each field. bytes: bytes; text: str; json: values for json.dumps; image: the bytes of an
+                image file, or a PIL image or uint8 array (h, w[, 3]), which becomes a PNG; arrays: values for
+                np.asarray.
+
+        Raises:
+            ValueError: A field is missing or unknown, or a value does not fit its kind.
+        """
         if record.keys() != self._codecs.keys():
             raise ValueError(f"a record with {', '.join(record) or 'nothing'}: give {', '.join(self._codecs)}")
         return b"".join(codec.encode(record[name]) for name, codec in self._codecs.items())
 
-    def decode(self, data: bytes) -> dict:
-        """The record's values. Arrays belong to the caller; those of shape () are Python numbers."""
+    def decode(self, data: bytes) -> dict[str, Any]:
+        """The values of a record by name. Arrays belong to the caller; those of shape () are Python numbers.
+
+        Raises:
+            ValueError: The bytes are no record with these fields.
+        """
         view, at, found = memoryview(data), 0, {}
         for name, codec in self._codecs.items():
             found[name], at = codec.decode(view, at)

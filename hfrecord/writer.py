@@ -5,30 +5,35 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hfrecord import format, native
+from hfrecord.file import LARGEST_RATIO, SMALL, File, dictionary
 from hfrecord.format import PLAIN, ZSTD, RecordError
 from hfrecord.manifest import Manifest, part
-from hfrecord.reader import LARGEST_RATIO, SMALL, File, dictionary
 from hfrecord.schema import Schema, optional
 
 LEVEL = 3  # of zstd
 BUFFER = 1 << 20  # bytes
+Record = bytes | bytearray | memoryview | NDArray[Any] | dict[str, Any]
 
 
 class Packer:
     """Encodes records as a file with this meta stores them: `packer(record)` -> (bytes, codec). May be pickled."""
 
-    def __init__(self, path, meta: dict):
+    schema: Schema | None
+
+    def __init__(self, path: str | os.PathLike[str], meta: dict[str, Any]):
         self._path, self._meta, self._compressor = path, meta, None
         self.schema = Schema(meta["schema"]) if meta.get("schema") else None
         if meta.get("compression") is not None:
             packed = dictionary(path, meta)
             self._compressor = optional("zstandard").ZstdCompressor(level=LEVEL, dict_data=packed, write_checksum=False)
 
-    def __call__(self, record) -> tuple[bytes, int]:
+    def __call__(self, record: Record) -> tuple[bytes, int]:
         return self.compressed(
             bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
         )
@@ -41,7 +46,7 @@ class Packer:
                 return packed, ZSTD
         return data, PLAIN
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return Packer, (self._path, self._meta)
 
 
@@ -68,18 +73,39 @@ class _Lock:
 
 
 class FileWriter:
-    """Appends records to a file of hfrecord's own format: `write(record)`, `commit()`, `close()`, which commits.
-
-    path: a new file (FileExistsError if it exists); with append=True an existing file is continued. schema: the fields
-    of records (schema.py); without one a record is bytes. compression: None or "zstd". dictionary: bytes of
-    `train_dictionary`. These three belong to the file: ValueError if an argument differs from those of an existing
-    file. keep: how many records of an existing file stay, all by default.
+    """Appends records to a file of hfrecord's own format.
 
     Committed records survive a later kill. Records written since the last commit are lost if the process is killed or a
     `with` block raises. A commit writes the index of all records, 24 bytes each, and waits for the disk.
+
+    Args:
+        path: The file.
+        schema: Fields of the records, as in `Schema`; without them a record is bytes.
+        compression: None or "zstd".
+        dictionary: Bytes of `train_dictionary`, for zstd.
+        append: Whether an existing file is continued. It keeps its schema, compression and dictionary.
+        keep: How many records of an existing file stay; None: all.
+
+    Raises:
+        FileExistsError: The file exists, without append.
+        ValueError: schema, compression or dictionary differ from those of the file.
+        RecordError: The file is damaged, or another writer has it open.
     """
 
-    def __init__(self, path, schema=None, *, compression=None, dictionary=None, append=False, keep=None):
+    path: str
+    meta: dict[str, Any]
+    packer: Packer
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        schema: Schema | dict[str, str] | None = None,
+        *,
+        compression: str | None = None,
+        dictionary: bytes | None = None,
+        append: bool = False,
+        keep: int | None = None,
+    ):
         self.path, self._fd = os.fspath(path), -1
         given = _meta(schema, compression, dictionary)
         there = os.path.exists(self.path)
@@ -122,8 +148,12 @@ class FileWriter:
         """Whether it is open, even without records."""
         return self._fd >= 0
 
-    def write(self, record) -> None:
-        """record: bytes, or anything with a buffer; a dict if the file has a schema. Raises ValueError otherwise."""
+    def write(self, record: Record) -> None:
+        """Appends a record: bytes or anything with a buffer; if the file has a schema, a dict.
+
+        Raises:
+            ValueError: The record does not fit the schema, or the file is closed.
+        """
         self.append(*self.packer(record))
 
     def append(self, data: bytes, codec: int) -> None:
@@ -173,6 +203,7 @@ class FileWriter:
         self._committed = self._records
 
     def close(self) -> None:
+        """Commits and closes the file."""
         if self._fd >= 0:
             self.commit()
             os.ftruncate(self._fd, self._at)  # leftovers of a killed writer after the last commit
@@ -186,10 +217,10 @@ class FileWriter:
 
     __del__ = abandon
 
-    def __enter__(self):
+    def __enter__(self) -> "FileWriter":
         return self
 
-    def __exit__(self, kind, *error):
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.abandon() if kind else self.close()
 
 
@@ -210,21 +241,49 @@ def _meta(schema, compression, dictionary) -> dict:
 
 
 def train_dictionary(samples: list[bytes], size: int = 112640) -> bytes:
-    """A zstd dictionary of `size` bytes, trained on some thousand records like those to be written."""
+    """A dictionary for `FileWriter`, with which zstd compresses small records better.
+
+    Args:
+        samples: Some thousand records like those to be written.
+        size: Of the dictionary, in bytes.
+    """
     return optional("zstandard").train_dictionary(size, list(samples)).as_bytes()
 
 
 class DatasetWriter:
-    """Writes a folder of files of about `part_bytes`, and their manifest: `write(record)`, `commit()`, `close()`.
+    """Writes a data set: a folder of record files and their manifest.
 
-    folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
-    RecordError if another writer has it open. Other arguments are those of FileWriter. Committed records are durable:
-    the manifest is replaced after the files. `source` is a number passed to the last commit, such as the number of
-    documents in the records. `origin` is a dict for JSON that says where they come from, or None; `skipped` lists what
-    has no record, as texts; a commit writes both. Until it is closed, the manifest calls the data set incomplete.
+    Committed records are durable: the manifest is replaced after the files. Until `close`, the manifest calls the data
+    set incomplete. Attributes that a commit writes to the manifest: `source`, a number; `origin`, a dict for JSON that
+    says where the records come from, or None; `skipped`, texts about what has no record.
+
+    Args:
+        folder: New or empty.
+        schema: Fields of the records, as in `Schema`; without them a record is bytes.
+        part_bytes: A file with this size is followed by another one.
+        append: Whether an existing data set is continued.
+        options: compression and dictionary, as in `FileWriter`.
+
+    Raises:
+        FileExistsError: The folder has record files, without append.
+        RecordError: A file is damaged, or another writer has the folder open.
     """
 
-    def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
+    folder: Path
+    part_bytes: int
+    source: int | None
+    origin: dict[str, Any] | None
+    skipped: list[str]
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        schema: Schema | dict[str, str] | None = None,
+        *,
+        part_bytes: int = 1 << 30,
+        append: bool = False,
+        **options: Any,
+    ):
         self.folder, self.part_bytes = Path(folder), part_bytes
         self._options = {"schema": schema, **options}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -266,9 +325,11 @@ class DatasetWriter:
 
     @property
     def packer(self) -> Packer:
+        """Encodes records as these files store them."""
         return self._writer.packer
 
-    def write(self, record) -> None:
+    def write(self, record: Record) -> None:
+        """Appends a record, as `FileWriter.write` does."""
         self.append(*self.packer(record))
 
     def append(self, data: bytes, codec: int) -> None:
@@ -281,7 +342,11 @@ class DatasetWriter:
         self._writer.append(data, codec)
 
     def commit(self, source: int | None = None) -> None:
-        """Makes everything written durable, and visible to readers that open the folder from now on."""
+        """Makes everything written durable, and visible to readers that open the folder from now on.
+
+        Args:
+            source: The attribute's new value, such as the number of documents in the records; None: as before.
+        """
         self.source = self.source if source is None else source
         self._save(complete=False)
 
@@ -292,6 +357,7 @@ class DatasetWriter:
         Manifest(self.folder, counts, **about, complete=complete).save()
 
     def close(self) -> None:
+        """Commits and closes the data set."""
         if self:
             self._save(complete=True)
             self._writer.close()
@@ -302,7 +368,11 @@ class DatasetWriter:
         self._writer.abandon()
         self._lock.close()
 
-    __enter__, __exit__ = FileWriter.__enter__, FileWriter.__exit__
+    def __enter__(self) -> "DatasetWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.abandon() if kind else self.close()
 
 
 def _options(meta: dict) -> dict:

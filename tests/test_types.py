@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMPLETE = ("hfnn", "hfnn.functional", "hfnn.data", "hfnn.memory", "hfreduce")
+COMPLETE = ("hfnn", "hfnn.functional", "hfnn.data", "hfnn.memory", "hfreduce", "hfrecord")
 VERSIONS = ("3.10", "3.13")
 
 

@@ -281,7 +281,7 @@ def test_advice_is_given_in_pieces_that_linux_does_not_cut_off(tmp_path, monkeyp
             writer.write(bytes(size))
     found = hfrecord.FileReader(path)
     entries = found._file(0).table.entries(np.arange(4))
-    monkeypatch.setattr("hfrecord.reader._advise", lambda fd, offset, length, kind: calls.append((offset, length)))
+    monkeypatch.setattr("hfrecord.file._advise", lambda fd, offset, length, kind: calls.append((offset, length)))
     for number, (offset, length) in enumerate(entries[["offset", "length"]].tolist()):
         calls.clear()
         found.advise([number])
