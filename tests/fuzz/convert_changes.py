@@ -50,7 +50,7 @@ class RReLUByDefinition(nn.RReLU):
             return super().forward(x)
         with torch.no_grad():
             slopes = hfnn.functional.rrelu(-torch.ones_like(x), self.lower, self.upper, True, prefer="memory").neg()
-            factor = torch.where(x > 0, 1.0, slopes)
+            factor = torch.where(x <= 0, slopes, 1.0)  # 1 for NaN
         return _Times.apply(x, factor)
 
 
