@@ -21,15 +21,14 @@ import concurrent.futures
 import contextlib
 import errno
 import os
-import random
 import re
 import shutil
 import signal
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,11 +42,13 @@ from haiscale.mesh import sibling
 
 _WHOLE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a step that is saved again has a number appended
 
+__all__ = ["latest", "load", "on_signal", "save"]
+
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 
 def save(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizers = None,
     *,
@@ -55,19 +56,31 @@ def save(
     keep: int | None = None,
     async_: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    **extra,
+    **extra: Any,
 ) -> "Path | concurrent.futures.Future[Path]":
-    """Writes a checkpoint of this step; every rank of the group calls it. Returns its path once it is safe on disk.
+    """Writes a checkpoint of this step; every rank of the group calls it. It is on the disk when this returns.
 
-    optimizer: one, or several. extra: values that `load` returns on this rank, such as a scheduler's state and the
-    position in the data; they are pickled. keep: how many checkpoints to keep, including this one; the oldest of those
-    with earlier steps are removed. async_: only copies everything to the host and returns a future; a thread does the
-    rest while training continues. The next save or load, destroy_process_group and Python's exit wait for it and raise
-    its error; at exit it is printed, and the exit status is 1.
+    Args:
+        folder: Of checkpoints; this one is a folder in it.
+        model: Plain or wrapped.
+        optimizer: One, several or None.
+        step: The number of steps taken.
+        keep: How many checkpoints to keep, including this one; the oldest of those with earlier steps are removed.
+            None: all.
+        async_: Whether only copies to the host are made now, and a thread writes while training continues. The next
+            save or load, destroy_process_group and Python's exit wait for it and raise its error; at exit it is
+            printed, and the exit status is 1.
+        process_group: The ranks; None: all.
+        extra: Values that `load` returns on this rank, such as a scheduler's state and the position in the data. They
+            are pickled.
 
-    ValueError: invalid arguments, or a parameter that is in two optimizers. RuntimeError: a rank could not write; the
-    message names it, and earlier checkpoints are unchanged. Errors of the backend for ranks that died or hang keep
-    their class.
+    Returns:
+        The checkpoint's path; with async_ a future of it.
+
+    Raises:
+        ValueError: An argument is not accepted, or a parameter is in two optimizers.
+        RuntimeError: A rank could not write. The message names it, and earlier checkpoints are unchanged. Errors of the
+            backend for ranks that died or hang keep their class.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
@@ -75,7 +88,7 @@ def save(
         raise ValueError(f"keep={keep} is not accepted: give how many checkpoints are to be left, at least 1")
     pending.finish()
     ranks = _Ranks(process_group)
-    mine = {"step": step, "ranks": ranks.size, "random": _random_state(), "extra": extra}
+    mine = {"step": step, "ranks": ranks.size, "random": states.random_state(), "extra": extra}
     entries = _entries(model, optimizer, {f"extra.{ranks.rank}": mine}, copy=async_)
     if not async_:
         return _write(Path(folder), step, entries, keep, ranks)
@@ -83,23 +96,31 @@ def save(
 
 
 def load(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizers = None,
     *,
     random_state: bool = True,
     process_group: dist.ProcessGroup | None = None,
-) -> dict:
-    """Reads a checkpoint into the model and the optimizer; every rank calls it. Returns the extras, and "step".
+) -> dict[str, Any]:
+    """Reads a checkpoint into the model and the optimizer; every rank calls it.
 
-    folder: a checkpoint, or a folder of checkpoints; then the one with the highest step is used. The model must be
-    built and wrapped, and the optimizer created from its parameters, as for training from the beginning. Parameters are
-    written in place, in their own dtype. The extras are those that this rank saved, or those of rank 0 if this rank did
-    not exist. random_state: if the number of ranks is the same, also set the generators of Python, numpy, torch and
-    this GPU.
+    Parameters are written in place, in their own dtype.
 
-    FileNotFoundError: no checkpoint there. ValueError: names or shapes differ; the message, on all ranks, lists them,
-    and nothing was loaded.
+    Args:
+        folder: A checkpoint, or a folder of checkpoints, of which the one with the highest step is read.
+        model: Built and wrapped as for training from the beginning.
+        optimizer: As saved, created from the model's parameters; None: only the model is read.
+        random_state: Whether the generators of Python, numpy, torch and this GPU are set, if the number of ranks is the
+            same.
+        process_group: The ranks; None: all.
+
+    Returns:
+        The extras that this rank saved, or those of rank 0 if this rank did not exist; and "step".
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: Names or shapes differ. The message, on all ranks, lists them, and nothing was loaded.
     """
     pending.finish()
     ranks = _Ranks(process_group)
@@ -125,11 +146,11 @@ def load(
         optimizer_state.load_optimizer(one, of, kept, groups)
     rest = entries[extra]
     if random_state and rest["ranks"] == ranks.size:
-        _set_random_state(rest["random"])
+        states.set_random_state(rest["random"])
     return {**rest["extra"], "step": rest["step"]}
 
 
-def latest(folder: str | os.PathLike) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint with the highest step in a folder, or None."""
     found = _checkpoints(Path(folder))
     return found[-1][1] if found else None
@@ -138,9 +159,15 @@ def latest(folder: str | os.PathLike) -> Path | None:
 def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> Callable[[], bool]:
     """Treats these signals (SIGTERM by default) as a request to save and exit, as cluster schedulers send them.
 
-    Returns a function that tells whether any rank has received one. All ranks call it together, between two steps, and
-    get the same answer. It is one all_reduce of a number on the host. haiscale.launch forwards signals to its ranks.
-    Workers of DataLoaders ignore these signals, if they start later.
+    haiscale.launch forwards signals to its ranks. Workers of DataLoaders ignore these signals, if they start later.
+
+    Args:
+        numbers: Of signals.
+        process_group: The ranks; None: all.
+
+    Returns:
+        A function that tells whether any rank has received one. All ranks call it together, between two steps, and get
+        the same answer. It is one all_reduce of a number on the host.
     """
     received = signals.watch(numbers or (signal.SIGTERM,))
     group = _Ranks(process_group).beside()
@@ -366,24 +393,3 @@ def _dcp(ranks: _Ranks, failed: str, call: Callable, *args, **options) -> None:
 
 
 # Random numbers
-
-
-def _random_state() -> dict:
-    """The states of all generators that this rank uses."""
-    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def _set_random_state(found: dict) -> None:
-    random.setstate(found["python"])
-    torch.set_rng_state(found["torch"])
-    if "numpy" in found:
-        import numpy
-
-        numpy.random.set_state(found["numpy"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])

@@ -22,13 +22,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
+from typing import Any
 
 from haiscale.binding import Share, shares
 from haiscale.output import Output
 from haiscale.processes import Function, Program, Rank, options_of_python, signal_name
+
+__all__ = ["RankFailed", "Ranks", "spawn"]
 
 LAST_WORDS = 10.0  # seconds that the other ranks get to report after one has failed
 _PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
@@ -36,8 +39,13 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an exit code other than 0. `rank` is the first such rank, `why` describes how in one line, and
-    `exitcode` is as in Python's multiprocessing: a negative value is the number of a signal."""
+    """A rank ended with an exit code other than 0.
+
+    Attributes:
+        rank: The first such rank.
+        exitcode: As in Python's multiprocessing: a negative value is the number of a signal.
+        why: How it ended, in a line.
+    """
 
     def __init__(self, message: str, rank: int, exitcode: int, why: str):
         super().__init__(message)
@@ -45,9 +53,9 @@ class RankFailed(RuntimeError):
 
 
 def spawn(
-    fn: Callable,
+    fn: Callable[..., object],
     nprocs: int,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     bind_numa: bool = True,
     join: bool = True,
     *,
@@ -56,12 +64,22 @@ def spawn(
 ) -> "Ranks | None":
     """Runs fn(local_rank, *args) in `nprocs` processes of this host.
 
-    fn and args are pickled, so fn must be a function of a module, and a script must call spawn under `if __name__ ==
-    "__main__":`. bind_numa: each rank gets its own cores. join: wait until all have ended; otherwise the running
-    `Ranks` are returned, and the caller must call their `join`. prefix: each output line of a rank begins with its
-    number and passes through this process; with False ranks write to this process's output directly. grace: seconds
-    that ranks have to end after a forwarded signal. RankFailed: a rank failed, and why. ValueError: nprocs is less than
-    one.
+    Args:
+        fn: A function of a module, because it is pickled. A script calls spawn under `if __name__ == "__main__":`.
+        nprocs: Number of processes.
+        args: Are pickled, too.
+        bind_numa: Whether each rank gets its own cores.
+        join: Whether to wait until all have ended. Otherwise call `join` of the result.
+        prefix: Whether each output line of a rank begins with its number and passes through this process. Otherwise
+            ranks write to this process's output directly.
+        grace: Seconds that ranks have to end after a forwarded signal.
+
+    Returns:
+        None, or without join the running `Ranks`.
+
+    Raises:
+        RankFailed: A rank failed. The message says which, when and why.
+        ValueError: nprocs is less than one.
     """
     output = Output() if prefix else None
     ranks = Ranks(partial(Function, fn, args), environment(nprocs), output, bind_numa=bind_numa, grace=grace)
@@ -112,7 +130,15 @@ def _free_port() -> int:
 class Ranks:
     """Running ranks of this host, created by `spawn`. `processes` has them in order."""
 
-    def __init__(self, start, environments, output: Output | None, *, bind_numa=True, grace=30.0):
+    def __init__(
+        self,
+        start: Callable[..., Rank],
+        environments: Sequence[dict[str, str]],
+        output: Output | None,
+        *,
+        bind_numa: bool = True,
+        grace: float = 30.0,
+    ):
         """start(local rank, its environment, pipes for its output): a Rank. output: shows what they write."""
         self._grace, self._asked, self._deadline, self._killed = grace, None, None, []
         self._ranks: list[Rank] = []
@@ -130,6 +156,7 @@ class Ranks:
 
     @property
     def processes(self) -> list[multiprocessing.process.BaseProcess]:
+        """The processes of the ranks, in order."""
         return [rank.process for rank in self._ranks]
 
     def _start(self, start: Callable, local: int, variables: dict[str, str], place: Share | None) -> None:
@@ -143,9 +170,14 @@ class Ranks:
             end.close()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until all ranks have ended; returns False after `timeout` seconds. Raises RankFailed.
+        """Waits until all ranks have ended. Signals are forwarded while the main thread is in this method.
 
-        KeyboardInterrupt: SIGINT ended them. Signals are forwarded while the main thread is in this method.
+        Args:
+            timeout: Seconds after which it returns False; None: never.
+
+        Raises:
+            RankFailed: A rank failed.
+            KeyboardInterrupt: SIGINT ended them.
         """
         until = None if timeout is None else time.monotonic() + timeout
         try:

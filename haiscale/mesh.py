@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["Subgroups", "init", "make_subgroups"]
+
 _log = logging.getLogger("haiscale")
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,10 +41,17 @@ def init(
 ) -> torch.device:
     """Creates the default process group from the environment that haiscale.launch or torchrun gives its ranks.
 
-    backend: by default "hfreduce". "nccl" if hfreduce was built without CUDA, and for GPUs of several hosts, unless
-    `hfreduce tune` has found hfreduce to be faster between them. timeout: seconds that an operation waits for other
-    ranks; torch's own default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU if there is none.
-    Returns the device and makes it the current one. Raises ValueError if the environment is missing.
+    Args:
+        backend: A name for torch.distributed. None: "hfreduce"; or "nccl" if hfreduce was built without CUDA, and for
+            GPUs of several hosts, unless `hfreduce tune` has found hfreduce to be faster between them.
+        timeout: Seconds that an operation waits for other ranks; None: torch's own default.
+        device: None: the GPU numbered LOCAL_RANK, or the CPU if there is none.
+
+    Returns:
+        The device, which is now the current one.
+
+    Raises:
+        ValueError: The environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise ValueError(
@@ -217,24 +226,26 @@ def assisted(group: dist.ProcessGroup) -> dist.ProcessGroup:
 class Subgroups:
     """The result of `make_subgroups`; `dp_group, pp_group = make_subgroups(...)` also works.
 
-    pp_group: ranks that hold the stages of one pipeline. dp_group: ranks that hold the same parameters and read
-    different batches; their gradients are averaged. fsdp_group: ranks that hold shards of the same parameters. mesh: a
-    DeviceMesh of all ranks with the dimensions "pp", "dp", "fsdp"; pass `mesh["dp", "fsdp"]` to FSDP for replicas of
-    shards.
+    Attributes:
+        mesh: A DeviceMesh of all ranks with the dimensions "pp", "dp", "fsdp". Pass `mesh["dp", "fsdp"]` to FSDP for
+            replicas of shards.
     """
 
     mesh: DeviceMesh
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the stages of one pipeline."""
         return self.mesh.get_group("pp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters and read different batches; their gradients are averaged."""
         return self.mesh.get_group("dp")
 
     @property
     def fsdp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold shards of the same parameters."""
         return self.mesh.get_group("fsdp")
 
     def __iter__(self) -> Iterator[dist.ProcessGroup]:
@@ -244,10 +255,17 @@ class Subgroups:
 def make_subgroups(pp_size: int = 1, dp_size: int | None = None, fsdp_size: int = 1) -> Subgroups:
     """Splits all ranks into pipelines of `pp_size` stages, `dp_size` replicas and `fsdp_size` shards.
 
-    All ranks call it. dp_size: by default computed from the world size. Neighbouring ranks, which are probably on one
-    host, are first shards, then replicas. So pipelines, which send least, cross hosts, and each rank of a host is in a
-    different pipeline (as in Fire-Flyer, arXiv 2408.14158, section 5). Raises ValueError if the product of the sizes is
-    not the number of ranks.
+    All ranks call it. Neighbouring ranks, which are probably on one host, are first shards, then replicas. So
+    pipelines, which send least, cross hosts, and each rank of a host is in a different pipeline (as in Fire-Flyer,
+    arXiv 2408.14158, section 5).
+
+    Args:
+        pp_size: Stages of a pipeline.
+        dp_size: Replicas; None: as many as there are ranks for.
+        fsdp_size: Shards.
+
+    Raises:
+        ValueError: The product of the sizes is not the number of ranks, or there is no process group.
     """
     if not dist.is_initialized():
         raise ValueError("there is no process group: call haiscale.init() first, in ranks started by haiscale.launch")

@@ -8,6 +8,8 @@ them, it also implements `shards_loaded()`, which is called after the tensors ha
 
 import dataclasses
 import io
+import random
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -237,3 +239,25 @@ def misfit_message(path, missing: list[str], surplus: list[str], shapes: list[st
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def random_state() -> dict:
+    """The states of all generators that this rank uses."""
+    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(found: dict) -> None:
+    """Sets the generators to the states that `random_state` returned."""
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    if "numpy" in found:
+        import numpy
+
+        numpy.random.set_state(found["numpy"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])

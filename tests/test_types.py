@@ -17,7 +17,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMPLETE = ("hfnn", "hfnn.functional", "hfnn.data", "hfnn.memory", "hfreduce", "hfrecord")
+COMPLETE = (
+    *("hfnn", "hfnn.functional", "hfnn.data", "hfnn.memory", "hfnn.optim", "hfreduce", "hfrecord"),
+    *("haiscale", "haiscale.checkpoint", "haiscale.ddp", "haiscale.fsdp", "haiscale.launch", "haiscale.mesh"),
+    "haiscale.pipeline",
+)
 VERSIONS = ("3.10", "3.13")
 
 

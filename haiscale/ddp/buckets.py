@@ -22,7 +22,10 @@ class Bucket:
     error: the accumulated rounding error of the transfers, float32, if it is kept.
     """
 
-    def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor], error=None):
+    def __init__(
+        self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor],
+        error: Tensor | None = None,
+    ):  # fmt: skip
         self.flat, self.places, self.parameters, self.views, self.error = flat, places, parameters, views, error
         self.dtypes = [p.dtype for p in parameters]  # mixed precision changes them during a step
         self.done = False  # whether its average began since the last forward
@@ -150,3 +153,8 @@ def cut(buffers: list[Flat], order: list[int], full_bytes: int, used: Sequence[b
     ready = {place: i for i, place in enumerate(order)}
     buckets = [bucket for flat in buffers for bucket in flat.cut(full_bytes, used)]
     return sorted(buckets, key=lambda bucket: max(ready[place] for place in bucket.places))
+
+
+def keep_dtypes(parameters, wire_dtype) -> bool:
+    """Whether all gradients are averaged in their own dtypes."""
+    return all(dtype_of(p, wire_dtype) == p.dtype for p in parameters)

@@ -51,3 +51,9 @@ def weakly(method: Callable) -> Callable:
             found(*args)
 
     return call
+
+
+def remove(handles: list) -> None:
+    """Removes hooks by their handles, and empties the list."""
+    while handles:
+        handles.pop().remove()

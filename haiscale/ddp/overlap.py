@@ -8,18 +8,21 @@ After Peng et al., "A Generic Communication Scheduler for Distributed DNN Traini
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from haiscale import checks
+from haiscale.ddp.reducer import Reducer
 from hfnn.optim.fused import Fused
 
 
 class Overlap:
     """The handle of `DDP.overlap_forward`; `remove()` undoes it."""
 
-    def __init__(self, module: nn.Module, reducer, optimizer):
+    def __init__(self, module: nn.Module, reducer: Reducer, optimizer: torch.optim.Optimizer):
         if not isinstance(optimizer, Fused):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise ValueError(
@@ -28,11 +31,11 @@ class Overlap:
             )
         self.module, self.reducer, self.optimizer = module, reducer, optimizer
         self._check_no_norm()
-        self.mine = {p for group in optimizer.param_groups for p in group["params"]}
-        self.options: list[dict] | None = None  # options of the pending step
+        self.mine: set[torch.Tensor] = {p for group in optimizer.param_groups for p in group["params"]}
+        self.options: list[dict[str, Any]] | None = None  # options of the pending step
         self.called: set[nn.Module] = set()
         self.needs: dict[nn.Module, list[int]] | None = None  # indices of the parameters that a module's forward reads
-        self.hooks = [m.register_forward_pre_hook(self._before) for m in module.modules()]
+        self.hooks: list[RemovableHandle] = [m.register_forward_pre_hook(self._before) for m in module.modules()]
         self.hooks.append(optimizer.register_step_pre_hook(self._step))
         self.hooks.append(optimizer.register_state_dict_pre_hook(lambda optimizer: self.flush()))
         reducer.sizes.fix("a default: overlapped steps are not timed")

@@ -6,6 +6,7 @@ parameter's dtype.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Dtypes:
     buffer: torch.dtype | None = None
 
     @classmethod
-    def of(cls, given) -> "Dtypes":
+    def of(cls, given: Any) -> "Dtypes":
         """None, a dtype of parameters, or an object with torch's `param_dtype`, `reduce_dtype` and `buffer_dtype`."""
         if given is None:
             return cls()
@@ -79,7 +80,7 @@ class Narrow:
                 p.grad = grad.to(p.dtype)
         self.own = None
 
-    def cast(self, inputs):
+    def cast(self, inputs: Any) -> Any:
         """Floating-point tensors among the inputs, in the copies' dtype."""
         return tree_map(lambda x: x.to(self.dtype) if torch.is_tensor(x) and x.is_floating_point() else x, inputs)
 

@@ -19,14 +19,16 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from haiscale import checks
 from haiscale.ddp.arrivals import native
 from haiscale.ddp.buckets import CODES, Bucket, cut, flats
-from haiscale.ddp.hooks import GradBucket, weakly
+from haiscale.ddp.hooks import GradBucket, remove, weakly
 from haiscale.ddp.sizes import Sizes
 from haiscale.mesh import backend_of, host_groups
 from hfreduce.wire import Wire
@@ -35,16 +37,19 @@ NAMES = 8  # parameters that a message lists
 
 
 class Reducer:
-    """See above. `lenient`: parameters may have no gradients; `static`: these are the same ones in every step.
+    """See above. parameters: the trained ones, each once. wire_dtype: the dtype in which gradients are averaged, if not
+    their own, or CODES. feedback, for CODES: the rounding error is added to the next gradients. attach: gradients are
+    views of buckets. static: the same parameters lack gradients in every step; lenient: any. restore: called first."""
 
-    parameters: the trained ones, each once. attach: gradients are views of buckets. wire_dtype: the dtype in which
-    gradients are averaged, if not their own, or CODES. feedback, for CODES: the rounding error is added to the next
-    gradients. restore: called at the end of backward before gradients are read.
-    """
+    order: list[int]
+    begins: dict[bool, Callable[[Tensor], None]]
+    handles: list[Any]
 
     def __init__(
-        self, module, parameters, group, sizes: Sizes, *, wire_dtype, feedback, attach, lenient, static, restore
-    ):
+        self, module: nn.Module, parameters: list[Tensor], group: dist.ProcessGroup, sizes: Sizes, *,
+        wire_dtype: torch.dtype | None, feedback: bool, attach: bool, lenient: bool, static: bool,
+        restore: Callable[[], None] | None,
+    ):  # fmt: skip
         self.module, self.parameters, self.group, self.sizes = module, parameters, group, sizes
         self.wire_dtype, self.attach, self.restore = wire_dtype, attach, restore
         self.feedback, self.wire = feedback, None  # once there are buckets, the object that sends them in CODES
@@ -55,13 +60,13 @@ class Reducer:
         self.buckets: list[Bucket] | None = None
         self.flats, self.order, self.bucket_of = [], [], {}
         self.expected, self.steps = [1] * len(parameters), 0
-        self.hook: tuple[Callable, object] | None = None
+        self.hook: tuple[Callable[..., Any], object] | None = None
         self.defer = False  # averages are waited for in the next forward, by `settle`
         self.fault: BaseException | None = None
         self.sync = False  # whether the next backward averages
         self.owed = False  # whether it does if it is of an earlier forward, from before `no_sync`
         self.used = [False] * len(parameters)  # if lenient: which had a gradient here since the last average
-        self.ending: weakref.ref | None = None  # what calls `_end` at the end of the backward in progress
+        self.ending: weakref.ref[Any] | None = None  # what calls `_end` at the end of the backward in progress
         self.raised = False  # whether the last backward ended without `_end`
         self.begins = {again: _hook(self, again) for again in (False, True)}
         self.next = 0  # the next bucket to start
@@ -71,12 +76,12 @@ class Reducer:
         self.arrivals = native().Arrivals(len(parameters), *told)
         hooks = [self.arrivals.hook(i) for i in range(len(parameters))]
         self.handles = [p.register_post_accumulate_grad_hook(h) for p, h in zip(parameters, hooks, strict=True)]
-        weakref.finalize(self, _remove, self.handles)
+        weakref.finalize(self, remove, self.handles)
 
     def stop(self) -> None:
         """Waits for pending work and leaves the parameters alone from now on. May be called more than once."""
         self.settle()
-        _remove(self.handles)
+        remove(self.handles)
 
     # Forward
 
@@ -406,8 +411,3 @@ def _ended(reducer):
             found.arrivals.begun = False
 
     return gone
-
-
-def _remove(handles):
-    while handles:
-        handles.pop().remove()

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,11 @@ class Sizes:
 
     def __init__(self, key: str, total: int, given: int | None, device: torch.device):
         self.key, self.device, self.why = key, device, "as given"
-        self.candidates, self.taken, self.marks, self.times = [], [], [], {}
+        self.now: int
+        self.candidates: list[int] = []
+        self.taken: list[int] = []
+        self.marks: list[Any] = []
+        self.times: dict[int, Any] = {}
         if given is not None:
             self.now = given
             return

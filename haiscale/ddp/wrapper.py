@@ -3,18 +3,22 @@
 import contextlib
 import copy
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map
 
 from haiscale import checks
 from haiscale import state as states
-from haiscale.ddp import buckets, join, sizes
+from haiscale.ddp import arguments, buckets, join, sizes
 from haiscale.ddp.buffers import Buffers, broadcast
+from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.overlap import Overlap
 from haiscale.ddp.precision import Dtypes, Narrow, feedback
 from haiscale.ddp.reducer import Reducer
@@ -28,40 +32,59 @@ class DDP(nn.Module, Joinable):
     """Data parallelism: each rank has the whole model and its own inputs; gradients are averaged within backward.
 
     A replacement for torch.nn.parallel.DistributedDataParallel, with its arguments up to forward_sync_buffers.
-    Differences: gradients are views of the buffers in which they are averaged (gradient_as_bucket_view=True);
-    bucket_cap_mb=None measures the best size in the first steps (haiscale/ddp/sizes.py) instead of using 25 MiB;
-    arguments without a meaning here raise an error. Further arguments:
+    Gradients are views of the buffers in which they are averaged.
 
-    wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16; or
-    torch.float8_e4m3fn, in which they are only sent (hfreduce/wire.py). error_feedback, for float8, default True: the
-    rounding error of gradients is added to the next ones. Gradients keep their own dtype. mixed_precision: torch's
-    _MixedPrecision, or the dtype of parameters in forward and backward. device_mesh: a one-dimensional DeviceMesh
-    instead of process_group. cpu_assisted: gradients on GPUs are averaged by copy engines and the host's cores, on
-    hfreduce whatever the group's backend is; no multiprocessor is taken from backward.
+    Args:
+        module: The model, the same on all ranks, on its device.
+        device_ids: The GPU of the model, to which forward also moves its inputs; None: inputs stay where they are.
+        output_device: As in torch.
+        broadcast_buffers: Whether the first rank's buffers are sent to the others, now and before each forward.
+        init_sync: Whether models are compared, and the first rank's parameters sent to the others, now.
+        process_group: The ranks; None: all.
+        bucket_cap_mb: MiB of gradients that are averaged together; None: the best size is measured in the first steps.
+        find_unused_parameters: Whether a backward may leave parameters without gradients.
+        gradient_as_bucket_view: False: gradients are copied from and to buckets.
+        static_graph: Whether all steps use the same parameters.
+        mixed_precision: The dtype of parameters in forward and backward, or torch's _MixedPrecision.
+        device_mesh: A DeviceMesh of one dimension instead of process_group.
+        forward_sync_buffers: The same before each forward only; None: as broadcast_buffers.
+        wire_dtype: In which gradients are averaged, as torch.bfloat16, or only sent: torch.float8_e4m3fn.
+        cpu_assisted: Whether copy engines and host cores average gradients on GPUs, by hfreduce on any backend.
+        error_feedback: For float8, by default True: rounding errors of gradients are added to the next ones.
 
-    Raises ValueError, on all ranks, if ranks wrap different models; if the model cannot be wrapped; in forward, if
-    parameters got no gradient in the previous backward (find_unused_parameters=True allows it). The backend's errors
-    are raised unchanged from forward and backward, and again at each later forward.
+    The other arguments of torch have no effect here. Those that would change results or order are refused.
+
+    Raises:
+        ValueError: On all ranks, if ranks wrap different models; if the model cannot be wrapped or an argument is
+            refused; in forward, if the previous backward left a parameter without gradient, unless
+            find_unused_parameters. Errors of the backend are raised unchanged, and again at each later forward.
     """
 
+    process_group: dist.ProcessGroup
+    reducer: Reducer
+    output_device: int | torch.device | None
+
     def __init__(
-        self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True, init_sync=True,
-        process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False,
-        gradient_as_bucket_view=True, static_graph=False, delay_all_reduce_named_params=None,
-        param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
-        bucket_cap_mb_list=None, batched_grad_copy=True, forward_sync_buffers=None, *, wire_dtype=None,
-        cpu_assisted=False, error_feedback=None,
+        self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool = True,
+        init_sync: bool = True, process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = True,
+        static_graph: bool = False, delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None, mixed_precision: Any = None, device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False, bucket_cap_mb_list: object = None, batched_grad_copy: bool = True,
+        forward_sync_buffers: bool | None = None, *, wire_dtype: torch.dtype | None = None, cpu_assisted: bool = False,
+        error_feedback: bool | None = None,
     ):  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
-        _refuse(
+        arguments.refuse(
             dim=(dim != 0, "batches are not split within a process: each rank has one device"),
             delay_all_reduce_named_params=(delay_all_reduce_named_params is not None, _DELAYED),
             param_to_hook_all_reduce=(param_to_hook_all_reduce is not None, _DELAYED),
             skip_all_reduce_unused_params=(skip_all_reduce_unused_params, "static_graph=True skips what no rank uses"),
             bucket_cap_mb_list=(bucket_cap_mb_list is not None, "bucket_cap_mb is the size of all buckets"),
         )
-        self.process_group, self.cpu_assisted = _group(process_group, device_mesh), cpu_assisted
+        self.process_group, self.cpu_assisted = arguments.group(process_group, device_mesh), cpu_assisted
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         broadcast_buffers = broadcast_buffers is not False  # in torch 2.13, None means True
@@ -76,7 +99,7 @@ class DDP(nn.Module, Joinable):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         parameters = self._check()
         self.device = parameters[0].device
-        self.device_ids, self.output_device = _devices(parameters, device_ids, output_device)
+        self.device_ids, self.output_device = arguments.devices(parameters, device_ids, output_device)
         self._connect(parameters, init_sync, broadcast_buffers)
 
     def _connect(self, parameters, init_sync, broadcast_buffers):
@@ -103,7 +126,7 @@ class DDP(nn.Module, Joinable):
             self.module, parameters, assisted(self.process_group) if self.cpu_assisted else self.process_group,
             sizes.Sizes(f"{key}, {sizes.machine(self.device)}", total, cap, self.device),
             wire_dtype=self.wire_dtype, feedback=self.error_feedback,
-            attach=self.gradient_as_bucket_view and _same(parameters, self.wire_dtype),
+            attach=self.gradient_as_bucket_view and buckets.keep_dtypes(parameters, self.wire_dtype),
             lenient=self.find_unused_parameters, static=self.static_graph, restore=narrow and narrow.restore,
         )  # fmt: skip
 
@@ -141,7 +164,7 @@ class DDP(nn.Module, Joinable):
     # Forward
 
     @torch._disable_dynamo(recursive=False)
-    def forward(self, *inputs, **kwargs):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with inputs moved to `device_ids` if given."""
         inputs, kwargs = self._before_forward(inputs, kwargs)
         with _active(self):
@@ -198,7 +221,7 @@ class DDP(nn.Module, Joinable):
     # Without averages
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backwards of forwards inside do not average: gradients accumulate. The first backward after it averages the
         sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
@@ -216,12 +239,19 @@ class DDP(nn.Module, Joinable):
     def overlap_forward(self, optimizer: torch.optim.Optimizer) -> Overlap:
         """From the next backward on, averages end in the following forward, where each layer waits only for its own.
 
-        `optimizer`, from hfnn.optim and over this model's parameters, is stepped there too, bucket by bucket, with the
-        learning rate at the time of `optimizer.step()`, which must be called as usual. Results equal those of ordinary
-        steps. Between backward and the next forward there are no gradients to read, so clipping and GradScaler are not
-        possible, and parameters have their values from before the step. `state_dict()` and `named_shards()` finish the
-        step first. Returns a handle: `flush()` finishes the step, `remove()` undoes everything. Raises ValueError for
-        other optimizers, and together with find_unused_parameters, static_graph and mixed_precision.
+        The optimizer is stepped there too, bucket by bucket, with the learning rate at the time of `optimizer.step()`,
+        which must be called as usual. Results equal those of ordinary steps. Between backward and the next forward
+        there are no gradients to read, so clipping and GradScaler are not possible, and parameters have their values
+        from before the step. `state_dict()` and `named_shards()` finish the step first.
+
+        Args:
+            optimizer: One of hfnn.optim, over this model's parameters.
+
+        Returns:
+            A handle: `flush()` finishes the step, `remove()` undoes everything.
+
+        Raises:
+            ValueError: For other optimizers, and with find_unused_parameters, static_graph or mixed_precision.
         """
         if self.find_unused_parameters or self.static_graph or self._narrow:
             raise ValueError(
@@ -232,13 +262,15 @@ class DDP(nn.Module, Joinable):
 
     # Uneven inputs
 
-    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False) -> Join:
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
         """A context in which ranks may have different numbers of inputs, as in torch."""
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs):
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch.distributed.algorithms.Join, with divide_by_initial_world_size."""
         if self._overlap is not None:
             raise ValueError(
@@ -248,19 +280,25 @@ class DDP(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
+        """For torch.distributed.algorithms.Join."""
         return checks.host_device(self.process_group)
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
+        """For torch.distributed.algorithms.Join."""
         return self.process_group
 
     # Hooks
 
-    def register_comm_hook(self, state: object, hook) -> None:
-        """`hook(state, bucket)` is called instead of averaging, and returns a torch.futures.Future of the result.
+    def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]) -> None:
+        """`hook(state, bucket)` is called instead of averaging. Call this once, before training.
 
-        bucket: a `GradBucket`. The hooks of torch.distributed.algorithms.ddp_comm_hooks work. Call it once, before
-        training.
+        Args:
+            state: Anything, for the hook.
+            hook: Returns a future of the bucket's result. Those of torch.distributed.algorithms.ddp_comm_hooks work.
+
+        Raises:
+            ValueError: There is a hook already, or it cannot be called.
         """
         if not callable(hook):
             raise ValueError(f"hook must be callable with a state and a bucket, got {type(hook).__name__}")
@@ -271,7 +309,7 @@ class DDP(nn.Module, Joinable):
 
     # Checkpoints
 
-    def named_shards(self):
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers (live) by their names in the plain model; tied ones once, by the first."""
         self._end_step()
         yield from states.named_shards(self.module)
@@ -279,7 +317,7 @@ class DDP(nn.Module, Joinable):
     def shards_loaded(self) -> None:
         """Call after values were written to `named_shards`."""
 
-    def state_dict(self, *args, **kwargs):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in nn.Module: names begin with "module.", as in torch's wrapper."""
         self._end_step()
         return super().state_dict(*args, **kwargs)
@@ -311,7 +349,7 @@ class DDP(nn.Module, Joinable):
 
     # Copies
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise ValueError("a model can be copied or pickled on the default process group only")
         if self._overlap is not None:
@@ -322,7 +360,7 @@ class DDP(nn.Module, Joinable):
             del state[name]
         return state
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         Joinable.__init__(self)
         self.process_group = checks.group_of(None)
@@ -330,44 +368,6 @@ class DDP(nn.Module, Joinable):
 
 
 DistributedDataParallel = DDP
-
-
-def _refuse(**arguments):
-    for name, (given, why) in arguments.items():
-        if given:
-            raise ValueError(f"{name} has no meaning here: {why}; leave it out")
-
-
-def _group(process_group, device_mesh):
-    if device_mesh is None:
-        return checks.group_of(process_group)
-    if process_group is not None:
-        raise ValueError("process_group and device_mesh were both given: pass one of them")
-    if device_mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh must have one dimension, that of data parallelism, got {device_mesh}: take mesh['dp'] of it"
-        )
-    return device_mesh.get_group()
-
-
-def _devices(parameters, device_ids, output_device):
-    """As in torch: one-element lists for a module on one GPU, otherwise None."""
-    on = {p.device for p in parameters}
-    if not device_ids and output_device is None:
-        return None, None
-    if len(device_ids or ()) != 1 or len(on) > 1 or next(iter(on)).type == "cpu":
-        raise ValueError(
-            f"device_ids must hold the one GPU that the model is on, or be None, got device_ids={device_ids} and "
-            f"output_device={output_device} for a model on {', '.join(sorted(map(str, on)))}"
-        )
-    (given,) = device_ids
-    index = given if isinstance(given, int) else torch.device(given).index
-    return [index], index if output_device is None else output_device
-
-
-def _same(parameters, wire_dtype):
-    """Whether all gradients are averaged in their own dtypes."""
-    return all(buckets.dtype_of(p, wire_dtype) == p.dtype for p in parameters)
 
 
 def _tensors(output):

@@ -25,12 +25,14 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes; None leaves a dtype unchanged.
+    """Dtypes of a model; None leaves them unchanged.
 
-    param_dtype: the dtype to which parameters are cast before they are gathered, and in which modules compute.
-    reduce_dtype: the dtype in which gradients are averaged; param_dtype by default. output_dtype: of the floating-point
-    tensors that the model returns. buffer_dtype: of floating-point buffers, cast once. cast_forward_inputs: whether
-    floating-point tensors given to a unit are cast to param_dtype.
+    Attributes:
+        param_dtype: Parameters are cast to it before they are gathered, and modules compute in it.
+        reduce_dtype: Gradients are averaged in it; None: in param_dtype.
+        output_dtype: Of the floating-point tensors that the model returns.
+        buffer_dtype: Of floating-point buffers, cast once.
+        cast_forward_inputs: Whether floating-point tensors given to a unit are cast to param_dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -42,7 +44,11 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """offload_params: shards of parameters and gradients are in host memory, where the optimizer steps them."""
+    """Where shards are.
+
+    Attributes:
+        offload_params: Whether shards of parameters and gradients are in host memory, where the optimizer steps them.
+    """
 
     offload_params: bool = False
 

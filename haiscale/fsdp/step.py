@@ -1,6 +1,6 @@
 """The optimizer's step inside backward, one unit at a time."""
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from haiscale.fsdp.unit import stepped
@@ -18,7 +18,7 @@ class InBackward:
     optimizer's max_grad_norm is set, because clipping needs all gradients before the first step.
     """
 
-    def __init__(self, model, optimizer: Optimizer):
+    def __init__(self, model: nn.Module, optimizer: Optimizer):
         if getattr(optimizer, "max_grad_norm", None) is not None:
             raise ValueError(
                 f"step_in_backward: max_grad_norm={optimizer.max_grad_norm} needs all gradients before the first "

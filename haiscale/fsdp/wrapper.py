@@ -4,7 +4,8 @@ import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,30 +38,52 @@ class FSDP(nn.Module):
     averaged over ranks as soon as a unit's backward has ended. `model.parameters()` are DTensors, sharded along
     dimension 0; create the optimizer from them, after wrapping.
 
-    module: the same on all ranks, on any device; on meta it is initialised unit by unit (`param_init_fn`). The
-    arguments up to `device_mesh` are those of torch's FullyShardedDataParallel, where
-        sharding_strategy: torch's names; FULL_SHARD is zero=3, SHARD_GRAD_OP zero=2, HYBRID_SHARD shards inside a host
-            and keeps a replica on each host.
-        auto_wrap_policy, units: which modules are gathered together, see `haiscale.fsdp.units.find_units`; by default
-            the blocks found in the model.
-        mixed_precision: MixedPrecision, or a tuple (param_dtype, reduce_dtype, output_dtype).
-        backward_prefetch, forward_prefetch: whether the next unit is gathered while one runs.
-        sync_module_states: parameters and buffers of the group's first rank are sent to all others.
-        device_mesh: of one dimension instead of a group; of two, replicas of shards.
-        limit_all_gathers, use_orig_params: accepted without effect; both are always on.
-    buffers: how many sharded units may be whole at a time, and how many reductions may be in flight. reduce_unused:
-    parameters that this rank's loss does not depend on count as zero gradients, for models that train different
-    parameters on different ranks. Otherwise such a parameter has no gradient on any rank.
+    The arguments up to `device_mesh` are those of torch's FullyShardedDataParallel.
 
-    Raises ValueError for arguments that are not accepted, and if the ranks' models differ.
+    Args:
+        module: The model, the same on all ranks, on any device; on meta it is initialised unit by unit.
+        process_group: The ranks; None: all.
+        sharding_strategy: FULL_SHARD is zero=3, SHARD_GRAD_OP zero=2; HYBRID_SHARD shards inside a host and keeps a
+            replica on each host.
+        cpu_offload: Whether shards of parameters and gradients are in host memory.
+        auto_wrap_policy: As units.
+        backward_prefetch: Whether the next unit is gathered while one runs backward; None: it is not.
+        mixed_precision: MixedPrecision, or a tuple (param_dtype, reduce_dtype, output_dtype).
+        ignored_modules: Modules that are left alone, with their parameters.
+        param_init_fn: Called with each module on meta, fills what the module itself has; None: its reset_parameters.
+        device_id: The device of the shards; None: the current GPU if the model is on one, or on meta and the group
+            takes CUDA tensors; otherwise the CPU.
+        sync_module_states: Whether the first rank's parameters and buffers are sent to the others.
+        forward_prefetch: Whether the next unit is gathered while one runs forward.
+        limit_all_gathers: Accepted without effect: always on.
+        use_orig_params: Accepted without effect: always on.
+        ignored_states: Modules or parameters that are left alone.
+        device_mesh: A mesh instead of a group; of two dimensions: replicas of shards.
+        zero: 1, 2 or 3; None: 3.
+        units: What is gathered together: module classes, modules or their names, or a policy as torch's FSDP takes;
+            None: the blocks found in the model.
+        buffers: How many sharded units may be whole at a time, and how many reductions may be in flight.
+        reduce_unused: Whether parameters that this rank's loss does not depend on count as zero gradients, for models
+            that train different parameters on different ranks. Otherwise they have no gradient on any rank.
+
+    Raises:
+        ValueError: An argument is not accepted, or the ranks' models differ.
     """
 
+    module: nn.Module
+    mesh: DeviceMesh
+
     def __init__(
-        self, module, process_group=None, sharding_strategy=None, cpu_offload=None, auto_wrap_policy=None,
-        backward_prefetch=options.BackwardPrefetch.BACKWARD_PRE, mixed_precision=None, ignored_modules=None,
-        param_init_fn=None, device_id=None, sync_module_states=False, forward_prefetch=True, limit_all_gathers=True,
-        use_orig_params=True, ignored_states=None, device_mesh=None, *, zero=None, units=None, buffers=2,
-        reduce_unused=False,
+        self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: options.ShardingStrategy | Any = None, cpu_offload: options.CPUOffload | Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: options.BackwardPrefetch | Any = options.BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: options.MixedPrecision | tuple[torch.dtype | None, ...] | Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None, param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None, sync_module_states: bool = False, forward_prefetch: bool = True,
+        limit_all_gathers: bool = True, use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter | nn.Module] | None = None, device_mesh: DeviceMesh | None = None, *,
+        zero: int | None = None, units: Any = None, buffers: int = 2, reduce_unused: bool = False,
     ):  # fmt: skip
         super().__init__()
         if not isinstance(buffers, int) or buffers < 1:
@@ -128,7 +151,8 @@ class FSDP(nn.Module):
             engine.cast_inputs = self.precision.param_dtype
         return engine
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
         if torch.is_grad_enabled() and not in_graph_task():
             self._check_added()
         try:
@@ -145,7 +169,7 @@ class FSDP(nn.Module):
             for flat in unit.flats:
                 flat.adopt()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """Other attributes are the module's; methods are called as described in `haiscale.fsdp.methods`."""
         try:
             return super().__getattr__(name)
@@ -172,7 +196,7 @@ class FSDP(nn.Module):
                 module._buffers[name] = buffer if buffer is None else fn(buffer)
         return self
 
-    def __deepcopy__(self, memo: dict):
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
             "an FSDP cannot be copied, as its ranks share communication: copy the model before it is wrapped, or load "
             "full_state_dict() into another"
@@ -207,7 +231,11 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
-        norm_type: 2, any other positive number, or inf. Nothing waits for the GPU. Call it on every rank.
+        Call it on every rank. Nothing waits for the GPU.
+
+        Args:
+            max_norm: A positive number.
+            norm_type: 2, any other positive number, or inf.
         """
         return clip.clip_grad_norm_(self, max_norm, norm_type)
 
@@ -215,12 +243,14 @@ class FSDP(nn.Module):
         """Steps each unit inside backward, as soon as its gradients are averaged, and frees them: see InBackward."""
         return step.InBackward(self, optimizer)
 
-    def join(self, batches: Iterable) -> Iterator:
+    def join(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loop in which ranks have different numbers of batches: see haiscale.fsdp.uneven.batches."""
         return uneven.batches(self._engine, self.mesh, batches)
 
-    def summon_full_params(self, writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False):
-        """A context in which the module has whole parameters: see haiscale.fsdp.full.summon."""
+    def summon_full_params(
+        self, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False, with_grads: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which the module has whole parameters, as torch's; see haiscale.fsdp.full.summon."""
         return full.summon(self, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def memory(self) -> memory.Memory:
@@ -236,7 +266,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.stamp = None
 
-    def state_dict(self, *args, **kwargs) -> dict:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict: names without "module.", parameters as DTensors. `full_state_dict` has whole
         ones."""
         found = self.module.state_dict(*args, **kwargs)
@@ -248,13 +278,15 @@ class FSDP(nn.Module):
         return found
 
     def full_state_dict(self, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
-        """The state dict of the unwrapped model with whole tensors; {} on other ranks if rank0_only.
+        """The state dict of the unwrapped model with whole tensors. All ranks call it.
 
-        All ranks call it. cpu: moves each parameter to the host before the next is gathered.
+        Args:
+            rank0_only: Whether other ranks get {}.
+            cpu: Whether each parameter is moved to the host before the next is gathered.
         """
         return full.state_dict(self, rank0_only, cpu)
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict of either kind: each rank takes its rows of whole tensors."""
         return full.load_state_dict(self, state_dict, strict, assign)
 

@@ -23,7 +23,13 @@ FORWARD, BACKWARD, INPUT, WEIGHT = KINDS = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
-    """One of KINDS, for one microbatch on one chunk."""
+    """What a rank does at a time.
+
+    Attributes:
+        kind: "F" forward, "B" backward, "I" backward for inputs, "W" backward for weights.
+        chunk: The part of the model, from 0.
+        microbatch: The part of the batch, from 0.
+    """
 
     kind: str
     chunk: int
@@ -35,7 +41,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: `orders[rank]` are the actions of a rank, `placement[chunk]` is the rank of a chunk."""
+    """What each rank does in a step, and in which order.
+
+    Attributes:
+        name: Of the schedule.
+        microbatches: The parts of a batch.
+        placement: For each chunk of the model, its rank.
+        orders: For each rank, its actions.
+    """
 
     name: str
     microbatches: int
@@ -44,6 +57,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """The number of ranks."""
         return len(self.orders)
 
     def chunks(self, rank: int) -> tuple[int, ...]:

@@ -33,11 +33,18 @@ def on_meta() -> Iterator[None]:
 
 
 def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """Gives parameters on the meta device memory on `device`, and moves everything else there; returns the stage.
+    """Gives parameters on the meta device memory, and moves everything else there; returns the stage.
 
-    They get initial values: by `stage._init_weights(module)` if a transformers model has it, otherwise by each module's
-    `reset_parameters()`. These differ from those of a whole model with the same seed, and tied parameters on other
-    ranks get different values: load a checkpoint, or copy one rank's. Raises ValueError for a module that has neither.
+    Parameters get initial values: by `stage._init_weights(module)` if a transformers model has it, otherwise by each
+    module's `reset_parameters()`. These differ from those of a whole model with the same seed, and tied parameters on
+    other ranks get different values: load a checkpoint, or copy one rank's.
+
+    Args:
+        stage: From `partition` of a model made under `on_meta`.
+        device: Where it will be.
+
+    Raises:
+        ValueError: A module has neither.
     """
     made: dict[int, nn.Parameter] = {}
     todo = []

@@ -3,10 +3,11 @@
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from haiscale import checks
 from haiscale.pipeline import decoder, sequential
@@ -27,23 +28,28 @@ def partition(
     *,
     stages: int | None = None,
     placement: str = "loop",
-    sample: tuple | None = None,
+    sample: tuple[Any, ...] | None = None,
 ) -> nn.Module | list[nn.Module]:
     """The stage of one rank, `partition(model, pp_rank, pp_size)`, or all of them, `partition(model, stages)`.
 
-    module: a `torch.nn.Sequential`, a `SequentialModel`, or a decoder of transformers (decoder.py), converted by hfnn
-    or not, on any device, the meta device included (meta.py). Stages share its modules, and parameters keep their
-    names.
+    Stages share the modules of the model, and parameters keep their names.
 
-    balance: the number of layers of each chunk, in the order of the model. In a decoder, the embeddings, each block,
-    and the norm with the head count as one layer each. By default it is measured (timeline/measure.py) on `sample`, the
-    inputs of one microbatch, or for decoders on one sequence. If torch.distributed is initialised, rank 0 measures for
-    all, so all ranks of all pipelines must call this. If nothing can be measured, layers are weighted by their
-    parameters.
+    Args:
+        module: A `torch.nn.Sequential`, a `SequentialModel`, or a decoder of transformers, converted by hfnn or not, on
+            any device, the meta device included.
+        pp_rank: The rank whose stage is wanted; or the number of stages, if it is the only number.
+        pp_size: The number of ranks.
+        balance: The number of layers of each chunk, in the order of the model. In a decoder, the embeddings, each
+            block, and the norm with the head count as one layer each. None: measured. If torch.distributed is
+            initialised, rank 0 measures for all, so all ranks of all pipelines must call this. If nothing can be
+            measured, layers are weighted by their parameters.
+        num_model_chunks: Chunks on each rank; the result for a rank is then a list.
+        stages: The number of ranks, for the stages of all.
+        placement: Which chunks a rank has: "loop" for Interleaved1F1B, "v" for ZeroBubble and DualPipeV.
+        sample: The inputs of one microbatch, to measure; None: for decoders one sequence.
 
-    num_model_chunks: chunks on each rank; the result for a rank is then a list. placement: which chunks a rank has,
-    "loop" for Interleaved1F1B, "v" for ZeroBubble and DualPipeV. Raises ValueError for models that cannot be split like
-    this, and for arguments that do not fit together.
+    Raises:
+        ValueError: The model cannot be split like this, or arguments do not fit together.
     """
     if stages is None and pp_size is None:
         stages, pp_rank = pp_rank, None
@@ -72,13 +78,21 @@ def partition(
 
 
 def layer_costs(
-    module: nn.Module, sample: tuple | None = None, repeats: int = 3, criterion: Callable | None = None
+    module: nn.Module,
+    sample: tuple[Any, ...] | None = None,
+    repeats: int = 3,
+    criterion: Callable[[Any], Tensor] | None = None,
 ) -> list[measure.LayerCost]:
     """The measured cost of each layer of `partition`; `stage_costs` converts it for `predict`.
 
-    criterion(output): the loss of the sample; its cost is part of the last layer.
+    Args:
+        module: As for `partition`.
+        sample: The inputs of one microbatch; None: for decoders one sequence.
+        repeats: Runs whose median counts.
+        criterion: criterion(output) is the loss of the sample; its cost is part of the last layer.
 
-    Raises ValueError if a Sequential has no sample, or if parameters are on the meta device.
+    Raises:
+        ValueError: A Sequential has no sample, or parameters are on the meta device.
     """
     units, cut = _cutter(module)
     if any(p.is_meta for p in module.parameters()):

@@ -7,17 +7,24 @@ layers: `Stash(name)` keeps its input under a name, and `Pop(name, layer)` calls
 argument. If a model is split between the two, the tensor is sent with the activations, from stage to stage.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 
 class Stash(nn.Module):
-    """Keeps its (single) input under `name` for the later `Pop` of that name, and returns it."""
+    """Keeps its only input for the `Pop` of the same name, and returns it.
+
+    Args:
+        name: Of the skip tensor.
+    """
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
+        """x."""
         return x
 
     def extra_repr(self) -> str:
@@ -25,13 +32,19 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Calls `layer(*inputs, kept)` with the tensor kept by the `Stash` of that name."""
+    """Calls `layer(*inputs, kept)` with the tensor that a `Stash` keeps.
+
+    Args:
+        name: Of the Stash.
+        layer: Any module.
+    """
 
     def __init__(self, name: str, layer: nn.Module):
         super().__init__()
         self.name, self.layer = name, layer
 
-    def forward(self, *inputs: Tensor):
+    def forward(self, *inputs: Tensor) -> Any:
+        """The layer's result; the last input is the kept tensor."""
         return self.layer(*inputs)
 
     def extra_repr(self) -> str:
@@ -41,17 +54,22 @@ class Pop(nn.Module):
 class SequentialModel(nn.Sequential):
     """`torch.nn.Sequential` whose layers may have several inputs and skip tensors; its state dict is Sequential's.
 
-    Raises ValueError if a `Stash` does not have exactly one later `Pop`.
+    Args:
+        layers: Modules.
+
+    Raises:
+        ValueError: A `Stash` does not have exactly one later `Pop`.
     """
 
     arriving: tuple[str, ...] = ()  # skip tensors that arrive after the inputs, in this order
     leaving: tuple[str, ...] = ()  # and those that follow the outputs
 
-    def __init__(self, *layers):
+    def __init__(self, *layers: nn.Module):
         super().__init__(*layers)
         open_at(self, len(self))
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: Any) -> Any:
+        """The last layer's result, a tensor or a tuple."""
         count = len(inputs) - len(self.arriving)
         kept = dict(zip(self.arriving, inputs[count:], strict=True))
         inputs = inputs[:count]

@@ -9,6 +9,7 @@ optimizer.step()
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,15 +36,26 @@ from haiscale.pipeline.timeline import measured, picture, simulate
 class Pipeline(nn.Module):
     """A model split over the ranks of `process_group`; the subclasses choose the schedule.
 
-    module: this rank's stage, from `partition` or any module, on its device; a list of them if the schedule has several
-    chunks on a rank. It may be wrapped in haiscale's DDP or FSDP over the ranks with the same stage. The first chunk is
-    called with the inputs. Others are called with the previous chunk's result: a tensor, or a tuple of tensors and
-    None, with any shapes, dtypes and number, which may change in every step. chunks: the number of microbatches.
-    process_group: by default all ranks; stages are in the order of its ranks. checkpoint: the microbatches whose
-    forward runs a second time instead of being kept: "never", "except_last" (of the step) or "always".
+    Created by all ranks of the group together.
 
-    Created by all ranks of the group together. Raises ValueError for other arguments, and if ranks differ in them.
+    Args:
+        module: This rank's stage, from `partition` or any module, on its device; a list of them if the schedule has
+            several chunks on a rank. It may be wrapped in haiscale's DDP or FSDP over the ranks with the same stage.
+            The first chunk is called with the inputs, each other one with the previous chunk's result: a tensor, or a
+            tuple of tensors and None, with any shapes, dtypes and number, which may change in every step.
+        chunks: The number of microbatches.
+        process_group: The ranks, in the order of the stages; None: all.
+        checkpoint: The microbatches whose forward runs a second time instead of being kept: "never", "except_last" (of
+            the step) or "always".
+
+    Raises:
+        ValueError: An argument is not accepted, or ranks differ in them.
     """
+
+    group: dist.ProcessGroup
+    module: nn.Module
+    rank: int
+    schedule: Schedule
 
     def __init__(
         self,
@@ -124,21 +136,28 @@ class Pipeline(nn.Module):
 
     def forward_backward(
         self,
-        *inputs,
+        *inputs: Any,
         criterion: Callable[..., Tensor] | None = None,
-        labels: Tensor | Sequence = (),
+        labels: Tensor | Sequence[Any] = (),
         keep_outputs: bool = True,
     ) -> tuple[Tensor | None, object]:
         """One step: `.grad` of all parameters is added to, as if `criterion(model(*inputs), *labels)` ran backward.
 
-        inputs: read on the rank with the first chunk; labels and criterion: on the rank with the last. Tensors are
-        split along their first dimension into microbatches. criterion(output, *labels): the mean loss of a microbatch,
-        one element; microbatches count in proportion to their rows, equal ones 1 / chunks each.
+        Args:
+            inputs: Of the model, on the rank with the first chunk. Tensors are split along their first dimension into
+                microbatches.
+            criterion: On the rank with the last chunk: criterion(output, *labels) is the mean loss of a microbatch, one
+                element. Microbatches count in proportion to their rows, equal ones 1 / chunks each.
+            labels: On the rank with the last chunk, split like inputs.
+            keep_outputs: Whether outputs are returned; otherwise they take no memory.
 
-        Returns (loss, outputs) on the rank with the last chunk: the loss of the batch and the concatenated outputs of
-        the model, both without a graph; outputs is None if keep_outputs is False, which saves their memory. On other
-        ranks (None, None). Raises ValueError for inputs or labels that cannot be split, and what the model and the
-        backend raise. After an error the pipeline is unusable, and raises the same error again.
+        Returns:
+            (loss, outputs) on the rank with the last chunk: the loss of the batch and the concatenated outputs of the
+            model, both without a graph. On other ranks (None, None).
+
+        Raises:
+            ValueError: Inputs or labels cannot be split. Errors of the model and the backend are raised unchanged.
+                After an error the pipeline is unusable, and raises the same error again.
         """
         labels = (labels,) if isinstance(labels, Tensor) else tuple(labels)
         if self.is_last and criterion is None:
@@ -150,7 +169,7 @@ class Pipeline(nn.Module):
         loss = sum(loss * share for loss, share in zip(work.losses, work.shares, strict=True))
         return loss, batch.join(work.outputs) if keep_outputs else None
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: Any) -> Any:
         """Pipelined inference without a graph: the outputs on the rank with the last chunk, None on others."""
         orders = tuple(tuple(a for a in order if a.kind == FORWARD) for order in self.schedule.orders)
         schedule = Schedule(self.schedule.name, self.schedule.microbatches, self.schedule.placement, orders)
@@ -195,7 +214,11 @@ class Pipeline(nn.Module):
         """Scales the gradients of all stages so that their norm is at most `max_norm`; returns the norm before.
 
         As torch.nn.utils.clip_grad_norm_ on the whole model: a tied parameter counts once. Called by all ranks of the
-        group; the host does not wait for the device. norm_type: 2, any other positive number, or inf.
+        group. The host does not wait for the device.
+
+        Args:
+            max_norm: A positive number.
+            norm_type: 2, any other positive number, or inf.
         """
         parameters = [p for p in self.parameters() if p.grad is not None]
         counted = [p.grad for p in parameters if not self._ties.counted_elsewhere(p)]
@@ -213,7 +236,10 @@ class Pipeline(nn.Module):
     def timeline(self) -> simulate.Timeline:
         """The last step as it ran on all ranks, in ms, with the peak MiB of activations of each rank.
 
-        All ranks of the group call it. Raises ValueError before the first step.
+        All ranks of the group call it.
+
+        Raises:
+            ValueError: There was no step yet.
         """
         return self._measured()[0]
 
@@ -222,7 +248,11 @@ class Pipeline(nn.Module):
         return measured.costs(*self._measured())
 
     def report(self, width: int | None = None) -> str:
-        """A picture of the last step, and of the step predicted from its costs. Called by all ranks."""
+        """A picture of the last step, and of the step predicted from its costs. Called by all ranks.
+
+        Args:
+            width: Columns; None: those of the terminal.
+        """
         timeline, activations = self._measured()
         predicted = simulate.predict(timeline.schedule, measured.costs(timeline, activations))
         real, expected = timeline.makespan, predicted.makespan

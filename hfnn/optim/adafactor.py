@@ -66,11 +66,23 @@ class Layout:
 
 
 class Adafactor(Fused, torch.optim.Adafactor):
-    """`torch.optim.Adafactor`: the same arguments and defaults, and those of `Fused`; `state_dtype` has no low bits.
+    """`torch.optim.Adafactor`, without memory of a parameter's size.
 
     If a parameter is a DTensor or not contiguous, torch's own step runs, and `report()` gives the reason. With options
     of `Fused` a ValueError is raised, because rows and columns would not be whole. (torch 2.13 cannot take the norms of
     sharded matrices: its RuntimeError is raised.)
+
+    Args:
+        args: As in torch.
+        state_dtype: Of the states: torch.float32, torch.bfloat16, or None: the parameter's dtype.
+        master: "remainder" keeps 16 more bits of bfloat16 parameters, so updates are those of float32; or None.
+        stochastic_rounding: Whether 16-bit parameters are rounded at random, by torch's generator.
+        max_grad_norm: Gradients are clipped to this norm within the step; `.grad` does not change. None: no clipping.
+        ema_decay: Of a float32 average of each parameter, in `state[p]["ema"]`; None: no average.
+        kwargs: As in torch.
+
+    Raises:
+        ValueError: An option has no such value; or has one, while a parameter is a DTensor or not contiguous.
     """
 
     kernels = KERNELS

@@ -50,20 +50,28 @@ class InBackward:
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
-    """Step each parameter inside backward, at the moment its gradient is complete, and free the gradient at once.
+    """Steps each parameter inside backward, at the moment its gradient is complete, and frees the gradient at once.
 
-    Returns a handle; `handle.remove()` undoes it. Meanwhile only a few gradients exist at a time instead of all. Each
+    Only a few gradients exist at a time instead of all. Each
     parameter gets the same value as in the ordinary step, bit for bit (except for the random bits of
     `stochastic_rounding`). `optimizer.step()` must still be called once after each backward, because schedulers and
     step hooks need it. It steps the remaining gradients: those of parameters that were frozen or not in the optimizer
     when this was called. A changed learning rate takes effect at the next backward.
 
-    Works with `fully_shard`, whose gradients are already reduced by then. Raises ValueError where all gradients are
-    needed together: if `max_grad_norm` is set; for GradScaler; for a second backward before `optimizer.step()`
-    (gradient accumulation; checkpoints with `use_reentrant=True` around a tied parameter); for
-    `optimizer.step(closure)`; and for parameters that are not sharded in a process group of several ranks (DDP averages
-    gradients later). Also raises ValueError for an optimizer that is not hfnn's. `clip_grad_norm_` finds no gradients
-    to clip; this cannot be detected.
+    Works with `fully_shard`, whose gradients are already reduced by then. `clip_grad_norm_` finds no gradients to clip;
+    this cannot be detected.
+
+    Args:
+        optimizer: One of hfnn.optim.
+
+    Returns:
+        A handle; `handle.remove()` undoes it.
+
+    Raises:
+        ValueError: All gradients are needed together: `max_grad_norm` is set; GradScaler; a second backward before
+            `optimizer.step()` (gradient accumulation; checkpoints with `use_reentrant=True` around a tied parameter);
+            `optimizer.step(closure)`; parameters that are not sharded in a process group of several ranks (DDP averages
+            gradients later). Or the optimizer is not hfnn's.
     """
     if not isinstance(optimizer, Fused):
         name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ _logged: set[str] = set()
 class Fallback(States):
     """The part of `Fused` without kernels."""
 
+    param_groups: list[dict[str, Any]]
     _ran: tuple[str, ...] = ()
     _norm: Tensor | None = None
 

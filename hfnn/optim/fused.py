@@ -74,7 +74,14 @@ class Fused(Fallback):
         self._step_supports_amp_scaling = True
 
     def configure(self, **options: Any) -> None:
-        """Set some of the extra options. States are converted at the next step. Raises ValueError."""
+        """Sets some of the options. States are converted at the next step.
+
+        Args:
+            options: state_dtype, master, stochastic_rounding, max_grad_norm or ema_decay.
+
+        Raises:
+            ValueError: There is no such option or value.
+        """
         if unknown := options.keys() - set(OPTIONS):
             raise ValueError(f"got {', '.join(sorted(unknown))}; the options are {', '.join(OPTIONS)}")
         value = {name: options.get(name, getattr(self, name)) for name in OPTIONS}
@@ -91,6 +98,7 @@ class Fused(Fallback):
         self.__dict__.update(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim. Raises ValueError for differentiable=True."""
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
             self.param_groups.pop()
@@ -105,7 +113,11 @@ class Fused(Fallback):
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step; `closure` reevaluates the model and returns the loss."""
+        """One step of all parameters with gradients. Returns the closure's result.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

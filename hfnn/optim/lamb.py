@@ -44,14 +44,27 @@ def reference(p, g, states, numbers, step, first, total) -> None:
 
 
 class LAMB(Fused, torch.optim.Optimizer):
-    """LAMB, with the usual arguments of torch.optim, those of apex's FusedLAMB, and those of `Fused`.
+    """LAMB: You et al., "Large Batch Optimization for Deep Learning", arXiv:1904.00962.
 
-    bias_correction: divide m and v by 1 - b^t; grad_averaging: m averages gradients (b1 m + (1 - b1) g); without it, m
-    sums them (b1 m + g); adam_w_mode: weight decay is added to u; without it, to g; use_nvlamb: parameters without
-    weight decay also use the ratio |p| / |u| instead of 1. `max_grad_norm` is that of `Fused`: its default is None;
-    apex has 1.0.
+        u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p;   p -= lr |p| / |u| u
 
-    Raises ValueError for a negative lr, eps or weight_decay, and for betas outside of [0, 1).
+    Args:
+        params: As in torch.optim.
+        lr: A number or a tensor of one element.
+        betas: Decays of m, the average of gradients, and v, that of their squares; in [0, 1).
+        eps: Added to the root of v.
+        weight_decay: wd.
+        bias_correction: Whether m and v are divided by 1 - b^t.
+        grad_averaging: Whether m averages gradients, b1 m + (1 - b1) g. Otherwise it sums them, b1 m + g.
+        adam_w_mode: Whether weight decay is added to u. Otherwise it is added to g.
+        use_nvlamb: Whether parameters without weight decay also use the ratio |p| / |u| instead of 1.
+        maximize: As in torch.optim.
+        capturable: As in torch.optim.
+        options: state_dtype, master, stochastic_rounding, max_grad_norm and ema_decay, as in `AdamW`. (The
+            max_grad_norm of apex's FusedLAMB is 1.0 by default.)
+
+    Raises:
+        ValueError: lr, eps or weight_decay is negative, or betas are outside of [0, 1).
     """
 
     kernels = KERNELS

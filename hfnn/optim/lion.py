@@ -16,9 +16,23 @@ from hfnn.optim.fused import Fused, check_numbers
 
 
 class Lion(Fused, torch.optim.Optimizer):
-    """Lion, with the usual arguments of torch.optim, and those of `Fused`.
+    """Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
 
-    Raises ValueError for a negative lr or weight_decay, and for betas outside of [0, 1).
+        p = (1 - lr wd) p;   p -= lr sign(b1 m + (1 - b1) g);   m += (1 - b2)(g - m)
+
+    The paper uses a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
+
+    Args:
+        params: As in torch.optim.
+        lr: A number or a tensor of one element.
+        betas: b1 and b2, in [0, 1).
+        weight_decay: wd.
+        maximize: As in torch.optim.
+        capturable: As in torch.optim.
+        options: state_dtype, master, stochastic_rounding, max_grad_norm and ema_decay, as in `AdamW`.
+
+    Raises:
+        ValueError: lr or weight_decay is negative, or betas are outside of [0, 1).
     """
 
     rule = 2

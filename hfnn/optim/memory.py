@@ -6,7 +6,7 @@ from hfnn.core import parts
 from hfnn.optim.table import local
 
 
-class Memory(dict):
+class Memory(dict[str, int]):
     """Bytes by kind, in the order of the printed table; numel: the number of parameter elements.
 
     The kinds are "parameter", "gradient", the names of the states, "scales" of all low-bit states, "remainder", "ema"

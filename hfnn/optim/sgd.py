@@ -12,7 +12,20 @@ from hfnn.optim.fused import Fused
 
 
 class SGD(Fused, torch.optim.SGD):
-    """`torch.optim.SGD`: the same arguments and defaults, and those of `Fused`."""
+    """`torch.optim.SGD`, whose step is one launch over all parameters.
+
+    Args:
+        args: As in torch.
+        state_dtype: Of the states: a dtype, "8bit" or "4bit"; None: the parameter's dtype.
+        master: "remainder" keeps 16 more bits of bfloat16 parameters, so updates are those of float32; or None.
+        stochastic_rounding: Whether 16-bit parameters are rounded at random, by torch's generator.
+        max_grad_norm: Gradients are clipped to this norm within the step; `.grad` does not change. None: no clipping.
+        ema_decay: Of a float32 average of each parameter, in `state[p]["ema"]`; None: no average.
+        kwargs: As in torch.
+
+    Raises:
+        ValueError: An option has no such value.
+    """
 
     rule = 1
     signs = {"momentum_buffer": True}

@@ -28,8 +28,15 @@ STATES = 4  # weights, gradients, and two more of their size
 
 @dataclass(frozen=True)
 class LayerCost:
-    """For one layer and microbatch: seconds of a forward, of both parts of a backward and of a whole one, which is less
-    than the sum of both if the host is the bottleneck; bytes kept, and bytes of weights.
+    """What a layer costs for one microbatch.
+
+    Attributes:
+        forward: Seconds.
+        input: Seconds of the part of the backward that computes gradients of inputs.
+        weight: Seconds of the part that computes gradients of weights.
+        backward: Seconds of a whole backward: less than both parts if the host is the bottleneck.
+        activation: Bytes kept from forward to backward.
+        parameters: Bytes.
     """
 
     forward: float
@@ -171,9 +178,13 @@ def _cut(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tu
 def stage_costs(
     layers: Sequence[LayerCost], counts: Sequence[int], latency: float = 0.0, sending: float = 0.0
 ) -> Costs:
-    """The costs for `predict`, for chunks with these numbers of layers: ms, and MiB that a microbatch keeps.
+    """The costs for `predict`, in ms and MiB.
 
-    latency, sending: as in Costs, in ms; `message_times` measures them.
+    Args:
+        layers: Of `layer_costs`.
+        counts: The number of layers of each chunk.
+        latency: As in Costs, in ms; `message_times` measures it.
+        sending: As in Costs, in ms.
     """
     ends = _sums(counts)
     chunks = [layers[start:stop] for start, stop in itertools.pairwise(ends)]
@@ -189,10 +200,15 @@ def stage_costs(
 
 
 def message_times(x: Tensor, group: dist.ProcessGroup, repeats: int = 20) -> tuple[float, float]:
-    """Ms of a message like `x` between two ranks: (on the sender's host, from its end until the receiver has it).
+    """How long a message between two ranks takes, (sending, latency) as in Costs, in ms.
 
     Ranks 0 and 1, 2 and 3 and so on send each other such messages in turn, as stages do; the result is the median.
     Called by all ranks of the group, which get the same result.
+
+    Args:
+        x: Like the messages.
+        group: The ranks.
+        repeats: Messages in each direction.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.full((2,), torch.nan, dtype=torch.float64)

@@ -21,14 +21,19 @@ COLOURS = {FORWARD: "#6fa8dc", BACKWARD: "#93c47d", INPUT: "#76a5af", WEIGHT: "#
 
 
 def draw(timeline: Timeline, width: int | None = None) -> str:
-    """ASCII art in lines of at most `width` columns, by default the terminal's.
+    """A timeline as ASCII art.
 
     A line is a rank, and a column is an interval of time. An action is drawn as its microbatch followed by its kind,
     repeated to fill its columns. If ranks have several chunks, a letter in front shows which of the rank's chunks it
     is. If there is not enough room, the letter is dropped, then the number; actions shorter than a column may be left
     out. At the end of a line are the idle part of the makespan and the maximum number of kept activations.
 
-    Raises ValueError if `width` leaves no column.
+    Args:
+        timeline: Predicted or measured.
+        width: Columns of a line at most; None: those of the terminal.
+
+    Raises:
+        ValueError: `width` leaves no column.
     """
     width = shutil.get_terminal_size().columns if width is None else width
     tails = [f"| {bubble:6.1%} {peak:>6g}" for bubble, peak in _figures(timeline)]
@@ -93,10 +98,16 @@ def _legend(timeline):
     return f"number: microbatch; {kinds}{letters}"
 
 
-def plot(timeline: Timeline, path: str | PathLike, width: float = 14.0) -> None:
-    """Write the picture to a file of any format that matplotlib has (PNG, SVG, PDF), `width` inches wide.
+def plot(timeline: Timeline, path: str | PathLike[str], width: float = 14.0) -> None:
+    """Writes the picture to a file. Later chunks of a rank are darker.
 
-    Later chunks of a rank are darker. Raises ImportError without matplotlib.
+    Args:
+        timeline: Predicted or measured.
+        path: With the ending of a format that matplotlib has, such as .png, .svg or .pdf.
+        width: Inches.
+
+    Raises:
+        ImportError: matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure

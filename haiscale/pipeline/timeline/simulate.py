@@ -25,7 +25,17 @@ PerChunk = Real | Sequence[Real]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of the parts of a step, and the size of an activation: one number for all chunks, or one for each."""
+    """Times of the parts of a step, and sizes of activations: one number for all chunks, or one for each.
+
+    Attributes:
+        forward: Time of a forward of one microbatch.
+        input: Time of the part of a backward that computes gradients of inputs.
+        weight: Time of the part that computes gradients of weights.
+        latency: From the end of a sending until the receiver has the message.
+        activation: What one microbatch keeps from forward to backward.
+        sending: Time that a message takes on the sending rank.
+        backward: Time of a whole backward; None: that of both parts.
+    """
 
     forward: PerChunk = 1
     input: PerChunk = 1
@@ -55,7 +65,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """An action and when it ran."""
+    """An action, and when it began and ended."""
 
     action: Action
     start: Real
@@ -64,7 +74,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run of a schedule, predicted or measured: `spans[rank]` in order; `peak[rank]` is the most activations kept."""
+    """A run of a schedule, predicted or measured.
+
+    Attributes:
+        schedule: What ran.
+        spans: For each rank, its actions in order.
+        peak: For each rank, the most activations kept at a time, in units of `Costs.activation`.
+    """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -77,8 +93,10 @@ class Timeline:
         return max(span.end for span in every) - min(span.start for span in every)
 
     def period(self, between: PerChunk = 0) -> Real:
-        """The time from step to step, if each rank takes `between` after a step (one number for all ranks or one per
-        rank) and then begins the next one without waiting for others: the time of the busiest rank.
+        """The time from step to step if no rank waits for others between steps: that of the busiest rank.
+
+        Args:
+            between: Time that a rank takes from a step to the next; one number for all ranks, or one for each.
         """
         each = tuple(between) if isinstance(between, Sequence) else (between,) * len(self.spans)
         return max(spans[-1].end - spans[0].start + more for spans, more in zip(self.spans, each, strict=True))
@@ -92,10 +110,15 @@ class Timeline:
 
 
 def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """The timeline of a schedule for given costs; by default each part takes 1, so a backward takes twice a forward.
+    """The timeline of a schedule.
 
-    Raises ValueError with the reason if the schedule cannot run: actions that are missing, repeated or on the wrong
-    rank, messages received in another order than sent, or ranks that wait for each other.
+    Args:
+        schedule: What runs.
+        costs: None: each part takes 1, so a backward takes twice a forward.
+
+    Raises:
+        ValueError: The schedule cannot run, and why: actions that are missing, repeated or on the wrong rank, messages
+            received in another order than sent, or ranks that wait for each other.
     """
     costs, chunks = costs or Costs(), len(schedule.placement)
     times, sizes = costs.times(chunks), costs.each("activation", chunks)
