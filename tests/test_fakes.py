@@ -1,10 +1,15 @@
 """Tensors without values: conversion, and the bytes of a step, under FakeTensorMode and on "meta"."""
 
+import contextlib
+import types
+
+import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import hfnn
+from hfnn import memory
 
 
 def own_classes():
@@ -39,3 +44,197 @@ def test_swaps_are_those_of_a_real_model():
     with FakeTensorMode():
         found = swaps(own_classes())
     assert found == swaps(own_classes()) and sum(to is not None for to in found.values()) >= 5
+
+
+# ---- bytes of a step
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS, VOCABULARY = 32, 512
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IMAGE = {"image_size": 32, "patch_size": 8}
+VISION = {**SMALL, **IMAGE}
+
+
+def ids():
+    return torch.zeros(2, TOKENS, dtype=torch.int64)
+
+
+def images():
+    return torch.zeros(2, 3, 32, 32)
+
+
+def text():
+    return {"input_ids": ids(), "labels": ids()}
+
+
+def pictures():
+    return {"pixel_values": images(), "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+class UNet(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+
+        def block(inputs, outputs):
+            first = nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()
+            return nn.Sequential(*first, nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+        self.down, self.low, self.up = block(3, 16), block(16, 32), block(48, 16)
+        self.pool, self.larger, self.out = nn.MaxPool2d(2), nn.Upsample(scale_factor=2), nn.Conv2d(16, 4, 1)
+
+    def forward(self, pixel_values, labels):
+        wide = self.down(pixel_values)
+        loss = self.out(self.up(torch.cat([wide, self.larger(self.low(self.pool(wide)))], 1))).square().mean()
+        return types.SimpleNamespace(loss=loss)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+        self.embedding, self.drop, self.head = nn.Embedding(VOCABULARY, 32), nn.Dropout(0.1), nn.Linear(48, VOCABULARY)
+        self.rnn = nn.LSTM(32, 48, 2, batch_first=True, dropout=0.1)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.drop(self.rnn(self.embedding(input_ids))[0]))
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+# By name: the class, its config's class and options, the arguments of a call.
+MODELS = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 64, "n_head": 4, "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2},
+        text,
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", SMALL, text),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 2}, text),
+    "eager": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**SMALL, "num_key_value_heads": 2, "attn_implementation": "eager"},
+        text,
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL, text),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+        | {"decoder_start_token_id": 0},
+        text,
+    ),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": SMALL, "vision_config": VISION, "projection_dim": 32},
+        lambda: {"input_ids": ids(), "pixel_values": images(), "return_loss": True},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {"vocab_size": VOCABULARY, "d_model": 64, "max_source_positions": 32, "num_mel_bins": 16}
+        | {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in (
+            ("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        lambda: {"input_features": torch.zeros(2, 16, 64), "labels": ids()},
+    ),
+    "vit": ("ViTForImageClassification", "ViTConfig", VISION, pictures),
+    "swin": (
+        "SwinForImageClassification",
+        "SwinConfig",
+        {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
+        pictures,
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "image_size": 32},
+        pictures,
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
+        pictures,
+    ),
+    "mobilenet": (
+        "MobileNetV2ForImageClassification",
+        "MobileNetV2Config",
+        {"image_size": 32, "depth_multiplier": 0.25},
+        pictures,
+    ),
+    "unet": (UNet, None, {}, pictures),
+    "lstm": (Recurrent, None, {}, text),
+}  # fmt: skip
+WAYS = {
+    "auto": {},
+    "memory": {"prefer": "memory"},
+    "gemm": {"recompute": "gemm"},
+    "autocast": {"prefer": "memory"},
+    "checkpoint": {"prefer": "memory"},
+}
+# torch's fake LSTM keeps less than its real one.
+TORCHS = {("lstm", "auto"), ("lstm", "gemm")}
+# Nodes that exist in C++ only, which take no fake tensors: convolutions, and linear maps of GPT-2 under autocast.
+CONVOLUTIONS = ("clip", "whisper", "vit", "swin", "convnext", "resnet", "mobilenet", "unet")
+IN_CPP = {("gpt2", "autocast"), *((name, way) for name in CONVOLUTIONS for way in ("memory", "autocast", "checkpoint"))}
+SHORT = {("gpt2", "checkpoint"), ("bert", "memory"), ("eager", "gemm"), ("lstm", "memory")}  # others are slow
+TABLE = [
+    pytest.param(name, way, marks=() if (name, way) in SHORT else pytest.mark.slow)
+    for name in MODELS
+    for way in WAYS
+    if (name, way) not in TORCHS | IN_CPP
+]
+
+
+def built(name):
+    cls, config, options, _ = MODELS[name]
+    if config is None:
+        return cls()
+    return getattr(transformers, cls)(getattr(transformers, config)(**options))
+
+
+def faked(model, mode):
+    """The model with fake tensors in place of its own: some models read values while they are built."""
+    for module in model.modules():
+        for part in (module._parameters, module._buffers):
+            part.update({name: mode.from_tensor(t) for name, t in part.items() if t is not None})
+    return model
+
+
+def step(name, way, place):
+    """The bytes that a step of a converted model keeps."""
+    model = built(name)
+    with FakeTensorMode() if place == "fake" else contextlib.nullcontext() as mode:
+        model = hfnn.convert((model if mode is None else faked(model, mode)).train(), **WAYS[way])
+        if way == "checkpoint" and getattr(model, "supports_gradient_checkpointing", False):
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        loss = None
+
+        def forward():
+            nonlocal loss
+            loss = model(**MODELS[name][-1]()).loss
+            return loss
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            saved = memory.saved_bytes(forward)
+        loss.backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters() if p.requires_grad)
+    return saved
+
+
+@pytest.mark.parametrize("name, way", TABLE)
+def test_a_fake_step_keeps_the_bytes_of_a_real_one(name, way):
+    real, fake = (step(name, way, place) for place in ("real", "fake"))
+    assert (fake.by_op, fake.total, fake.aside) == (real.by_op, real.total, real.aside)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
 from hfnn.core.ask import ask, may_ask
-from hfnn.core.context import capturing, compiling, uncompiled
+from hfnn.core.context import capturing, compiling, context, has_values, uncompiled
 from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
 
@@ -180,13 +180,14 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     # Dynamo cannot trace `capturing`.
     makes = m.sdpa_mask if not eager else m.eager_mask if traced or not capturing() else _added
     make = functools.partial(makes, *sizes, mask_function=function, attention_mask=attention_mask, **others)
-    if traced:
-        return make()
-    if others.get("use_vmap") or q_length == 1:
+    if traced or others.get("use_vmap") or q_length == 1:
         return make()
     if type(q_offset) is not int or type(kv_offset) is not int or not _readable(attention_mask, batch_size):
         return make()
     rule = read(function)
+    if rule is not None and not (rule.sequences is None or has_values(rule.sequences) or context(rule.sequences)):
+        # What transformers makes of a real batch, unless that is packed.
+        rule, others = replace(rule, sequences=None, positions=None), {**others, "allow_is_causal_skip": True}
     if rule is not None and not all(map(_has_numbers, (rule.sequences, rule.positions))):
         return make()
     found = None if rule is None else _describe(rule, *sizes, attention_mask)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfnn.adapters import views
-from hfnn.core.context import compiling
+from hfnn.core.context import PLAIN, compiling
 from hfnn.core.kernel import forced
 from hfnn.ops.attention.sdpa import of_torch
 
@@ -20,7 +20,7 @@ SMALL = 1 << 16
 
 def of_small(module: nn.Module, query: torch.Tensor, key: torch.Tensor, options: dict) -> str | None:
     """The model's previous implementation if it runs because the call is small, else None."""
-    if compiling() or type(query) is not torch.Tensor or not query.is_cpu or forced() is not None:
+    if compiling() or type(query) not in PLAIN or not query.is_cpu or forced() is not None:
         return None
     if query.dim() != 4 or query.numel() * key.shape[2] >= SMALL * query.shape[3]:
         return None
@@ -41,7 +41,7 @@ def plain(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, options: dict
 ) -> torch.Tensor | None:
     """The result of torch's own op, with the fewest checks: most calls are of this kind, many are small. Else None."""
-    if attention_mask is not None or compiling() or type(query) is not torch.Tensor or forced() is not None:
+    if attention_mask is not None or compiling() or type(query) not in PLAIN or forced() is not None:
         return None
     config = module.__dict__.get("config")
     if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa" or is_replaced():

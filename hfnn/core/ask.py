@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from hfnn.core.context import capturing
+from hfnn.core.context import capturing, has_values
 
 _local = threading.local()
 
@@ -20,8 +20,8 @@ def recorded() -> bool:
 
 
 def may_ask(x: torch.Tensor) -> bool:
-    """Whether `ask` can answer: not while other code records x's stream."""
-    return recorded() or not (x.is_cuda and capturing())
+    """Whether `ask` can answer: not while other code records x's stream, and not without values."""
+    return recorded() or (has_values(x) and not (x.is_cuda and capturing()))
 
 
 def ask(x: torch.Tensor, guess: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from hfnn.core.context import context
+from hfnn.core.context import PLAIN, address, context
 from hfnn.core.function import written_to
 from hfnn.core.kernel import Kernel, Op
 
@@ -124,10 +124,10 @@ class OfOutput:
     __slots__ = ("_bits", "_look", "_y")
 
     def __init__(self, packed: torch.Tensor, y: torch.Tensor):
-        self._bits, self._look, self._y = packed, (y._version, y.data_ptr()), None
+        self._bits, self._look, self._y = packed, (y._version, address(y)), None
 
     def keep(self, y: torch.Tensor) -> None:
-        if self._bits is not None and self._look == (y._version, y.data_ptr()):
+        if self._bits is not None and self._look == (y._version, address(y)):
             self._bits.untyped_storage().resize_(0)
             self._bits, self._y = None, y.detach()
 
@@ -145,7 +145,7 @@ class OfOutput:
 
 def of_output(packed: torch.Tensor, y: torch.Tensor) -> OfOutput | None:
     """None with hooks of saved tensors, which decide what is kept of each."""
-    return OfOutput(packed, y) if type(y) is torch.Tensor and _hooks(True) is None else None
+    return OfOutput(packed, y) if type(y) in PLAIN and _hooks(True) is None else None
 
 
 def keeps_whole(x: torch.Tensor) -> None:

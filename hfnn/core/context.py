@@ -32,6 +32,16 @@ def is_plain(x) -> bool:
     )
 
 
+def has_values(x: torch.Tensor) -> bool:
+    """Whether there are numbers to read: not in a FakeTensor, nor on "meta"."""
+    return type(x) is not FakeTensor and not x.is_meta
+
+
+def address(x: torch.Tensor) -> int:
+    """Where the numbers begin, 0 without any; torch warns of that question to a FakeTensor."""
+    return 0 if type(x) is FakeTensor else x.data_ptr()
+
+
 def context(*tensors: torch.Tensor | None) -> str | None:
     """Why a call goes to torch's own op, regardless of the kernel, or None."""
     if torch._C._are_functorch_transforms_active():

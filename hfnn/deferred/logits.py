@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn import functional
 from hfnn.core import flops, kernel
-from hfnn.core.context import autocasting, context, uncompiled
+from hfnn.core.context import PLAIN, autocasting, context, uncompiled
 from hfnn.deferred.graph import ComputedLogits, DeferredLoss, Logits, Step, computed
 from hfnn.deferred.product import Product, saving_hooks
-from hfnn.deferred.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
+from hfnn.deferred.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, name_of, ways
 from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hfnn.core.context import capturing, compiling
+from hfnn.core.context import address, capturing, compiling, has_values
 from hfnn.deferred.graph import again, keeps_graph
 from hfnn.ops.head import no_autocast
 
@@ -61,7 +61,7 @@ class Product:
 
     def watch(self, *tensors) -> None:
         """Remember the present state of these tensors: `check` raises once they have changed."""
-        self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
+        self._marks += [(t, t._version, address(t)) for t in tensors if t is not None]
 
     def change(self, numbers: bool = False, copies=MappingProxyType({})) -> str | None:
         """How a source has changed, or None. numbers: also by a write to `.data`; waits for the device. copies: stand
@@ -71,9 +71,9 @@ class Product:
                 continue
             if t.numel() and not t.untyped_storage().nbytes():
                 return "a weight was resharded"
-            if (t._version, t.data_ptr()) != (version, pointer):
+            if (t._version, address(t)) != (version, pointer):
                 return "the weights have changed"
-        if numbers and not capturing():
+        if numbers and has_values(self.weight) and not capturing():
             for t, sample in self._samples:
                 if not _equal(_sample(copies.get(id(t), t), t.is_contiguous()), sample):
                     return "the weights have changed"
@@ -111,7 +111,7 @@ class Product:
             return
         self.check()
         for t in weights:
-            self._kept[id(t)] = _copies.setdefault((id(t), t._version, t.data_ptr()), t.detach().clone())
+            self._kept[id(t)] = _copies.setdefault((id(t), t._version, address(t)), t.detach().clone())
 
     def keep_after_backward(self) -> None:
         """Call in a backward: when it ends, `keep` what unread logits need, whatever is written to afterwards."""

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-PLAIN = (torch.Tensor, nn.Parameter)
+from hfnn.core.context import PLAIN
+
 DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 # Attributes and methods that do not depend on the numbers.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfnn.core import flops
-from hfnn.core.context import compiling, is_plain
+from hfnn.core.context import compiling, has_values, is_plain
 from hfnn.core.kernel import Op, forced, kernels
 
 CHUNKS = 8  # for a wide gradient, so an eighth of the logits at a time
@@ -339,7 +339,7 @@ def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> N
     wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
     if target.is_cuda:
         torch._assert_async(~wrong.any(), f"a target is out of bounds: there are {vocabulary} classes")
-    elif not wrong.is_meta and wrong.any():
+    elif has_values(wrong) and wrong.any():
         raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
 
 

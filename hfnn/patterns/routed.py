@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hfnn.core.classes import cache_by_class
-from hfnn.core.context import compiling
+from hfnn.core.context import PLAIN, compiling
 from hfnn.core.kernel import PREFERENCES, forced
 from hfnn.patch import PLACES, Place, here, install, uninstall
 from hfnn.patterns.probe import Refusal
@@ -39,7 +39,7 @@ class Routed:
     def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
         """Whether it runs torch's functions because its first input is small."""
         x = args[0] if args else next(iter(kwargs.values()), None)
-        return type(x) is torch.Tensor and x.numel() < SMALL and self.prefer != "memory" and forced() is None
+        return type(x) in PLAIN and x.numel() < SMALL and self.prefer != "memory" and forced() is None
 
     @staticmethod
     def prepare(made: type) -> None:

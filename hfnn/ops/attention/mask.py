@@ -10,10 +10,9 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch._subclasses import FakeTensor
 
 from hfnn.core import bits
-from hfnn.core.context import capturing
+from hfnn.core.context import address, capturing
 
 TILE = 128
 NONE, MIXED, FULL = 0, 1, 2  # which pairs of a tile count
@@ -124,11 +123,11 @@ def _once(x: torch.Tensor, what: tuple, make: Callable):
     found = _made.get(id(owner))
     if found is None or found[0]() is not owner:
         return make()
-    if type(x) is FakeTensor or x.is_inference() or (x.is_cuda and capturing()):
+    if x.is_inference() or (x.is_cuda and capturing()):
         return make()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
     what = (*what, stream, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
-    marks = x._version, x.data_ptr()
+    marks = x._version, address(x)
     before = found[1].get(what)
     if before is None or before[0] != marks:
         before = found[1][what] = marks, make()
