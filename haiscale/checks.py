@@ -128,12 +128,15 @@ registry.register_module_module_registration_hook(_count)
 class Added:
     """Raises ValueError, when called, for trained parameters that a wrapped module has been given since.
 
-    The module is only looked at after some module was given something. prepare: called before that.
+    The module is only looked at after some module was given something. prepare: called before that. also: other
+    parameters that the module may have.
     """
 
-    def __init__(self, module: nn.Module, prepare: Callable[[], None] = lambda: None):
+    def __init__(
+        self, module: nn.Module, prepare: Callable[[], None] = lambda: None, also: Collection[nn.Parameter] = ()
+    ):
         self._module, self._prepare = module, prepare
-        self._known = {id(p): p for p in module.parameters()}
+        self._known = {id(p): p for p in (*module.parameters(), *also)}
         self._look()
 
     def __call__(self):

@@ -159,18 +159,29 @@ class Flat(Layout):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Takes over the values of parameters that replaced ours in modules."""
+        """Takes over the values of parameters that replaced ours in modules, and whether they are trained."""
         for p in self.parameters:
-            module, name = p.places[0]
-            present = module._parameters.get(name)
-            if present is None:
-                raise ValueError(
-                    f"{checks.me()}: {p.name} was removed from the model after it was wrapped. Wrap after changing it"
-                )
-            if present is not p.sharded:
-                p.sharded.copy_(present) if isinstance(present, DTensor) else self.write(p, present)
-                present.given_to_fsdp = True
-                p.put(p.sharded)
+            for module, name in p.places:
+                if module._parameters.get(name) is not p.sharded:
+                    self._take_over(p, [module._parameters.get(name) for module, name in p.places])
+                    break
+
+    def _take_over(self, p: Parameter, present: list[Tensor | None]) -> None:
+        first, how = present[0], None
+        if any(other is None for other in present):
+            how = "was removed from the model"
+        elif len({_memory(other) for other in present}) > 1:
+            how = "is tied, and was replaced in the model by several, or in one of its places only,"
+        elif (first.shape, first.dtype) != (p.shape, self.dtype):
+            kinds = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (first, p.sharded)]
+            how = f"was replaced in the model by one of {kinds[0]} instead of {kinds[1]}"
+        if how is not None:
+            raise ValueError(f"{checks.me()}: {p.name} {how} after it was wrapped. Wrap after changing it")
+        p.sharded.copy_(first) if isinstance(first, DTensor) else self.write(p, first)
+        p.sharded.requires_grad_(first.requires_grad)
+        for other in present:
+            other.given_to_fsdp = True
+        p.put(p.sharded)
 
     def versions(self) -> int:
         """A counter that grows when a torch op writes to a shard."""
@@ -247,3 +258,8 @@ class Flat(Layout):
     def first(self, done: list[Parameter]) -> bool:
         """Whether none of the parameters has a gradient."""
         return all(p.sharded.grad is None for p in done)
+
+
+def _memory(parameter: Tensor) -> int:
+    """Where its values are: equal for tied ones, also if a state dict was assigned to them."""
+    return getattr(parameter, "_local_tensor", parameter).data_ptr()

@@ -110,7 +110,7 @@ class FSDP(nn.Module):
         self._engine.forward_prefetch = bool(forward_prefetch)
         self._engine.backward_prefetch = backward_prefetch is not None
         self._engine.reduce_unused = bool(reduce_unused)
-        self._check_added = checks.Added(module, self._adopt)
+        self._check_added = checks.Added(module, self._adopt, [p.whole for unit in self.units for p in unit.parameters])
         if self.zero == 3:
             recipe.parameters_are_resharded()
 
@@ -153,7 +153,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if torch.is_grad_enabled() and not in_graph_task():
+        if torch.is_grad_enabled():  # a reentrant checkpoint enables them in backward only
             self._check_added()
         try:
             output = self.module(*args, **kwargs)
@@ -165,7 +165,7 @@ class FSDP(nn.Module):
         return output if dtype is None else cast(output, dtype)
 
     def _adopt(self) -> None:
-        for unit in self.units:
+        for unit in () if in_graph_task() else self.units:
             for flat in unit.flats:
                 flat.adopt()
 

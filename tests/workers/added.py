@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import hfreduce  # noqa: F401
 from haiscale.ddp import DDP
@@ -16,6 +17,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers, self.head = nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.layers[0].weight
 
     def forward(self, x):
         for layer in self.layers:
@@ -48,6 +51,18 @@ def replaced(net):
     net.head.bias = nn.Parameter(torch.zeros(4))
 
 
+def larger(net):
+    net.head.weight = nn.Parameter(torch.zeros(5, 4))
+
+
+def doubled(net):
+    net.head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+
+def untied(net):
+    net.tied.weight = nn.Parameter(torch.zeros(4, 4))
+
+
 def another(net):
     net.head = nn.Linear(4, 4)
 
@@ -62,10 +77,20 @@ def thawed(net):
     net.teacher.weight.requires_grad_(True)
 
 
-CHANGES = [inserted, appended, adapted, given, normed, replaced, another, frozen, thawed]
+CHANGES = [
+    *(inserted, appended, adapted, given, normed, replaced, larger, doubled, untied, another, frozen, thawed),
+]
 
 
-def changed(wrap, change):
+def directly(model, x):
+    return model(x)
+
+
+def in_a_checkpoint(model, x):
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+
+def changed(wrap, change, call=directly):
     """What the forward after a change raised, and then a step of an optimizer that was made after it; or None."""
     model, x = wrap(Net()), torch.ones(2, 4)
     model(x).sum().backward()
@@ -73,9 +98,10 @@ def changed(wrap, change):
         model(x).sum().backward()
     try:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        with torch.no_grad():
-            model(x)
-        model(x).sum().backward()
+        if change not in (larger, doubled):  # which cannot run
+            with torch.no_grad():
+                model(x)
+        call(model, x).sum().backward()
         optimizer.step()
     except ValueError as error:
         return str(error)
@@ -86,4 +112,19 @@ def changes(rank, size, store):
     torch.set_num_threads(1)
     dist.init_process_group("hfreduce", init_method=f"file://{store}", rank=rank, world_size=size)
     wrappers = {"DDP": DDP, "FSDP": functools.partial(FSDP, units=[])}
-    return {name: {change.__name__: changed(wrap, change) for change in CHANGES} for name, wrap in wrappers.items()}
+    return {
+        name: {
+            **{change.__name__: changed(wrap, change) for change in CHANGES},
+            "in_a_checkpoint": changed(wrap, given, in_a_checkpoint),
+            "trained": frozen_instead(wrap),
+        }
+        for name, wrap in wrappers.items()
+    }
+
+
+def frozen_instead(wrap):
+    """The parameters that are trained after a frozen one replaced a trained one."""
+    model = wrap(Net())
+    model.module.head.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    model(torch.ones(2, 4)).sum().backward()
+    return [name for name, p in model.module.named_parameters() if p.requires_grad]
