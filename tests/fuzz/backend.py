@@ -55,9 +55,10 @@ def draw(rng: random.Random):
     if rng.random() < 0.04:
         what = rng.choice(["count", "dtype", "op", "kind"])
         program["steps"].append({"do": "mismatch", "group": 0, "what": what, "odd": rng.randrange(size)})
-    if rng.random() < 0.04 and size > 1:
+    if rng.random() < 0.07:
         at = rng.randrange(len(program["steps"]))  # before other steps, which it does not hold up
-        program["steps"].insert(at, {"do": "unanswered", "group": 0, "who": [rng.randrange(size)]})
+        who = list(range(size)) if rng.random() < 0.5 else [rng.randrange(size)]
+        program["steps"].insert(at, {"do": "unanswered", "group": 0, "who": who})
     return program
 
 
@@ -170,11 +171,11 @@ def features(program):
             yield f"messages: {step['style']}"
             if len({m["tag"] for m in step["messages"]}) > 1:
                 yield "several tags"
-        elif step["do"] == "invalid":
-            yield "refused on " + (
-                "all ranks" if len(step["who"]) == len(program["groups"][step["group"]]) else "one rank"
-            )
-            yield f"refused: {step['what']}"
+        elif step["do"] in ("invalid", "unanswered"):
+            where = "all ranks" if len(step["who"]) == len(program["groups"][step["group"]]) else "one rank"
+            yield f"{'refused' if step['do'] == 'invalid' else 'unanswered'} on {where}"
+            if step["do"] == "invalid":
+                yield f"refused: {step['what']}"
         else:
             yield step["do"]
         if step["do"] in COLLECTIVES:
@@ -234,7 +235,7 @@ def _plant(name):
 EXPECTED = (
     "2 ranks", "3 ranks", "4 ranks", "a subgroup", "async", "uneven", "empty", "several tags", "refused on all ranks",
     "refused on one rank", "objects", "barrier", "wait", "sparse", "ddp", "mismatch",
-    "unanswered",
+    "unanswered on all ranks", "unanswered on one rank",
     *COLLECTIVES, *(f"messages: {style}" for style in STYLES), *(f"dtype: {dtype}" for dtype in data.DTYPES),
     *(f"layout: {layout}" for layout in data.LAYOUTS), *(f"op: {op}" for op in data.ops_of("int64")), "op: PREMUL",
 )  # fmt: skip

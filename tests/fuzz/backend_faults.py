@@ -1,5 +1,7 @@
 """Defects planted in the functions that a program calls on hfreduce."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -112,8 +114,28 @@ def empty_blocks_raise(function, *a, **options):
     return function(*a, **options)
 
 
+def receives_on_all_ranks_hold_up_the_end(api):
+    """A rank with an unanswered receive waits for its sender, if that waits, too."""
+    receive, destroy, store = api.irecv, dist.destroy_process_group, dist.distributed_c10d._get_default_store()
+    senders = {}
+
+    def irecv(x, src, group, tag):
+        if tag >= 10**6:
+            senders[group] = src
+            store.set(f"{group.group_name} {dist.get_rank()}", "waits")
+        return receive(x, src, group=group, tag=tag)
+
+    def end(group):
+        if group in senders and store.check([f"{group.group_name} {senders.pop(group)}"]):
+            time.sleep(10)
+        destroy(group)
+
+    api.irecv, dist.destroy_process_group = irecv, end
+
+
+WHOLE = ("nothing_is_waited_for", "any_sender_is_the_first", "receives_on_all_ranks_hold_up_the_end")
 FAULTS = {
     f.__name__ if f.__name__ != "plant" else name: f
     for name, f in list(globals().items())
-    if callable(f) and (f.__name__ == "plant" or name in ("nothing_is_waited_for", "any_sender_is_the_first"))
+    if callable(f) and (f.__name__ == "plant" or name in WHOLE)
 }

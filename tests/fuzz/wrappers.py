@@ -3,7 +3,8 @@
 FSDP (zero 1, 2, 3) runs against fully_shard, and DDP against torch's, on the same backend, gloo or hfreduce. If they
 differ, the unwrapped model decides, whose gradients are averaged by hand: torch's wrappers refuse some programs, and
 are wrong in others (reentrant checkpoints around units that run twice). Ours may wrap a converted model. Compared are
-losses, gradients and parameters after each step, on each rank its own part, and whether steps raise.
+losses, gradients and parameters after each step, on each rank its own part, and whether steps raise. Of parameters that
+a wrapped model is given, ours must raise an error that names them, where the others train apart.
 """
 
 import contextlib
@@ -11,12 +12,14 @@ import contextlib
 import wrappers_faults as faults
 import wrappers_models as models
 import wrappers_pool as pool
+import wrappers_steps as steps
 from engine import NOISES, Fuzzer, Known, Log, Raised, first_difference, relative_error
 
 DDP_STEPS = {"plain_backward": 0.7, "late_hooks": 0.8, "write_buffers": 0.7}
 STEPS = {
     "train": 10, "two_forwards": 1, "two_losses": 0.7, "evaluate": 1.2, "forward_only": 0.7, "gradient_of_input": 0.7,
-    "caught": 0.6, "raises": 0.8, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8, **DDP_STEPS,
+    "caught": 0.6, "raises": 0.8, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8, "add": 0.7,
+    "replace": 0.8, **DDP_STEPS,
 }  # fmt: skip
 _fault, _last = None, (None, None, {})
 
@@ -24,7 +27,6 @@ _fault, _last = None, (None, None, {})
 def draw(rng) -> dict:
     wrapper = models.choose(rng, {"zero3": 5, "zero2": 1.5, "zero1": 1.5, "ddp": 4})
     tree = models.draw(rng, 3, root=True)
-    kinds = [node["kind"] for node in models.walk(tree)]
     program = {
         "seed": rng.randrange(1 << 30),
         "ranks": models.choose(rng, {2: 16, 3: 1.5, 4: 1.5}),
@@ -44,6 +46,7 @@ def draw(rng) -> dict:
         "ddp": {},
         "steps": [],
     }
+    kinds = _kinds(program)
     if wrapper != "ddp" and {"tied", "again", "relu_"}.isdisjoint(kinds) and not _reentrant(program):
         program["mixed"] = rng.random() < 0.4  # where torch's own supports it, with right results
     if "relu_" in kinds and rng.random() < 0.9:
@@ -65,6 +68,10 @@ def draw(rng) -> dict:
     return program
 
 
+def _kinds(program) -> set[str]:
+    return {node["kind"] for node in models.walk(program["model"])}
+
+
 def _reentrant(program) -> bool:
     nodes = models.walk(program["model"])
     return program["checkpoint"] == "reentrant" or any("reentrant" in node.get("checkpoint", "") for node in nodes)
@@ -77,6 +84,8 @@ def draw_step(rng, program) -> tuple:
         name = "train"  # torch refuses the others
     if name in DDP_STEPS and program["wrapper"] != "ddp":
         name = "train"
+    if name in ("add", "replace") and program["checkpoint"] == "reentrant" and "batch" in _kinds(program):
+        name = "train"  # the refused model has run once, and changed its buffers
     if name == "raises" and program["mixed"]:
         name = "train"  # fully_shard does not recover, and there is no mixed precision by hand
     if name == "train":
@@ -92,6 +101,13 @@ def draw_step(rng, program) -> tuple:
         return name, rng.randrange(20)
     if name == "regularised":
         return "regularised", rng.choice(("before", "after"))
+    if name == "add":
+        return "add", rng.choice(steps.ADDED), rng.randrange(20)
+    if name == "replace":
+        how = rng.choice(steps.REPLACED)
+        if how.startswith("of another") and program["checkpoint"] == "reentrant":
+            how = "value"  # the others cannot run, and it does so without gradients
+        return "replace", how, rng.randrange(20), rng.choice((0.5, 2))
     if name == "write":
         return "write", rng.choice(("data", "local", "numpy"))
     return (name,)

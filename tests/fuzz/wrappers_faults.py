@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 
+from haiscale import checks
 from haiscale.ddp import buckets, buffers, reducer
 from haiscale.ddp.wrapper import DDP
 from haiscale.fsdp import clip, engine, full, unit, wrapper
@@ -126,6 +127,30 @@ def _first_rows_only(real):
     return write
 
 
+def _replacement_lost(real):
+    def adopt(self):
+        for p in self.parameters:
+            p.put(p.sharded)
+
+    return adopt
+
+
+def _lists_not_watched(real):
+    def look(self):
+        real(self)
+        self._lists, self._seen = [], (self._seen[0], 0)
+
+    return look
+
+
+def _frozen_not_watched(real):
+    def look(self):
+        real(self)
+        self._frozen = []
+
+    return look
+
+
 def _ddp_missing_kept(real):
     """A bucket's old gradient of a parameter that is unused this time is averaged again."""
 
@@ -180,7 +205,11 @@ FAULTS = {
     "fsdp: recipes refer to parameters": _recipes_of_parameters,
     "fsdp: exceptions not forgotten": _replaced(engine.Engine, "reset", lambda real: lambda self: None),
     "fsdp: whole after an exception": _replaced(engine, "_ended", lambda real: lambda engine: lambda ending: None),
+    "fsdp: a replacement lost": _replaced(flats.Flat, "adopt", _replacement_lost),
     "ddp: buffers not sent": _replaced(buffers.Buffers, "synchronise", lambda real: lambda self, source=0: False),
     "ddp: no_sync ignored": _replaced(reducer.Reducer, "arm", _ddp_sync_ignored),
+    "added parameters let through": _replaced(checks.Added, "__call__", lambda real: lambda self: None),
+    "added to a list without a trace": _replaced(checks.Added, "_look", _lists_not_watched),
+    "added frozen and thawed": _replaced(checks.Added, "_look", _frozen_not_watched),
 }  # fmt: skip
 __all__ = ["DDP", "FAULTS", "buckets", "full", "planted"]

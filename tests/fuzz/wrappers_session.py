@@ -68,6 +68,9 @@ class Session:
         self.fsdp = program["wrapper"].startswith("zero")
         self.units = models.units_of(self.model)
         self.names = [name for name, _ in self.model.named_parameters()]
+        alias = list(self.model.named_parameters(remove_duplicate=False))
+        self.aliases = [[name for name, held in alias if held is p] for p in self.model.parameters()]
+        self.spare = nn.Linear(program["D"], program["D"])  # made before wrapping, to be added after
         self.wrapped = self.wrap()
         make = {"sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, 0.01)}
         self.trained = [p for p in self.wrapped.parameters() if p.requires_grad]
@@ -92,6 +95,20 @@ class Session:
 
     def recover(self) -> None:
         """What a user does after a backward that raised."""
+
+    def refuses(self, train, names: list[str]) -> bool:
+        """Whether the next training names parameters that the model was given."""
+        return True
+
+    def places(self, which: int) -> list[tuple[nn.Module, str]]:
+        """The modules that have a parameter, and its name there."""
+        split = [name.rpartition(".") for name in self.aliases[which]]
+        return list(dict.fromkeys((self.model.get_submodule(path), name) for path, _, name in split))
+
+    def replace(self, which: int, value, trained: bool) -> None:
+        """What a parameter that replaces another is taken for: its value, in place."""
+        self.load({**self.state(), **dict.fromkeys(self.aliases[which], value)})
+        self.parameters()[self.names[which]].requires_grad_(trained)
 
     def reshard(self) -> None:
         """Whole parameters are gathered anew, where a wrapper leaves this to the user after an evaluation."""
@@ -126,6 +143,18 @@ class Ours(Session):
                     if "ended in an exception" not in str(error):
                         raise
             handle.remove()
+
+    def refuses(self, train, names):
+        try:
+            train()
+        except ValueError as error:
+            return all(name in str(error) for name in (*names, "rap after"))
+        return False
+
+    def replace(self, which, value, trained):
+        new = nn.Parameter(value, trained)
+        for module, name in self.places(which):
+            setattr(module, name, new)
 
     def state(self):
         if self.fsdp:

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 import wrappers_models as models
 from engine import Raised
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-
-class Stop(Exception):
-    """The rest of a program is skipped because a step raised."""
+# How a model is given parameters after it was wrapped, and what replaces one of them.
+ADDED = ("parameter", "module", "inserted", "adapted", "another", "thawed")
+REPLACED = ("value", "value", "value", "frozen", "in one place", "of another shape", "of another dtype")
 
 
 def run(session, noise: int) -> None:
@@ -45,6 +46,7 @@ class Steps:
     def __init__(self, session, i, noise):
         self.session, self.log, self.program, self.i, self.noise = session, session.log, session.program, i, noise
         self.rank, self.calls = session.group.rank(), 0
+        self.raised = False  # whether the last backward did
 
     # Parts of steps
 
@@ -85,7 +87,9 @@ class Steps:
         if not loss.requires_grad:
             self.log.note(f"loss {self.i}.{self.calls} needs no gradient", True)
             return
+        self.raised = True
         loss.backward(**options)
+        self.raised = False
         self.session.finish_backward(sync)
 
     def update(self, clip=None):
@@ -212,7 +216,11 @@ class Steps:
             handle.remove()
             self.backward(loss, True)
         self.look("value")
-        self.session.recover()
+        self.recover()
+
+    def recover(self):
+        if self.raised:
+            self.session.recover()
         self.session.optimizer.zero_grad()
 
     def save_and_load(self, scale):
@@ -256,6 +264,67 @@ class Steps:
         """From now on a parameter is not trained."""
         parameters = list(self.session.parameters().values())
         parameters[which % len(parameters)].requires_grad_(False)
+
+    def refuse(self, names):
+        """An error of the next training names new parameters."""
+
+        def train():
+            loss = self.loss(self.forward())
+            if not loss.requires_grad:  # a reentrant checkpoint without anything to train
+                raise ValueError(f"Wrap after {names}")
+            self.backward(loss, True)
+
+        with self.session.syncing(True):
+            self.log.note(f"refused {self.i}", self.session.refuses(train, names))
+
+    def names_of(self, made):
+        return [name for name, p in self.session.model.named_parameters() if any(p is held for held in made)]
+
+    def add(self, how, which):
+        """Parameters that the wrapped model is given, and that are taken away after the error."""
+        model, made = self.session.model, self.session.spare.requires_grad_(True)
+        parts = model.tree.parts
+        if how in ("parameter", "module", "thawed"):
+            modules = [m for m in model.modules() if not isinstance(m, nn.ModuleList)]
+            module = modules[which % len(modules)]
+            module.extra = made.weight if how == "parameter" else made
+            if how == "thawed":
+                made.requires_grad_(False)
+                self.forward_only()
+                made.weight.requires_grad_(True)
+            self.refuse(self.names_of(made.parameters() if how == "module" else [made.weight]))
+            del module.extra
+        elif how == "inserted":
+            parts.insert(which % len(parts), made)
+            self.refuse(self.names_of(made.parameters()))
+            del parts[which % (len(parts) - 1)]
+        else:
+            name = str(which % len(parts))
+            old = getattr(parts, name)
+            setattr(parts, name, made if how == "another" else nn.Sequential(old, made))
+            self.refuse(self.names_of(made.parameters()))
+            setattr(parts, name, old)
+        self.recover()
+
+    def replace(self, how, which, scale):
+        """A parameter that replaces another. FSDP takes it over if it fits; DDP refuses it."""
+        session, which = self.session, which % len(self.session.names)
+        name, places = session.names[which], session.places(which)
+        fits = how in ("value", "frozen") or (how == "in one place" and len(places) == 1)
+        if session.fsdp and fits:
+            session.replace(which, session.state()[name].detach() * scale, how != "frozen")
+            self.evaluate("no_grad")
+            self.look("value")
+            return
+        old = session.parameters()[name]
+        shape = [*old.shape[:-1], old.shape[-1] + 1] if how == "of another shape" else old.shape
+        new = nn.Parameter(torch.ones(shape, dtype=torch.float64 if how == "of another dtype" else old.dtype))
+        for module, key in places[-1:] if how == "in one place" else places:
+            setattr(module, key, new)
+        self.refuse([name] if session.fsdp else self.names_of([new]))
+        for module, key in places:
+            setattr(module, key, old)
+        self.recover()
 
 
 def _raise(*_):
