@@ -200,15 +200,24 @@ def gated(
 
 _DOCUMENT = """{0}, keeping gate and up and letting its consumer rebuild the product.
 
-Shapes: gate and up (...), or gate (..., 2F) and up None: the halves of its last dimension are then gate and up, the
-other way round with gate_first=False (diffusers, timm). The result has their dtype. {1}prefer: "auto" | "memory" |
-"speed" (`hfnn.convert`). Raises ValueError for halves of an odd dimension{2}.
-
 Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
+
+The result has the shape and dtype of up.
+
+Args:
+    gate: (...), or (..., 2F) if up is None: the halves of its last dimension are then gate and up.
+    up: Of the shape and dtype of gate, or None.
+{1}    gate_first: Whether gate is the first half; it is the second in diffusers and timm.
+    prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+Raises:
+    ValueError: A dimension to be halved is odd{2}.
+
+{3}
 """
 
 
-def _row(name, text, activation, crossover=1 << 17, forms=None):
+def _row(name, text, activation, crossover=1 << 17, forms=None, example=""):
     """The function of an op. activation: one of GATES; forms: or one by the choice `approximate`.
 
     crossover: from how many elements on the C++ kernel is faster than torch's ops.
@@ -254,12 +263,20 @@ def _row(name, text, activation, crossover=1 << 17, forms=None):
 
     function = formed if forms else plain
     function.__name__ = function.__qualname__ = name
-    known = 'approximate: "none" | "tanh", as in `torch.nn.functional.gelu`. ' if forms else ""
-    function.__doc__ = _DOCUMENT.format(text, known, " and for another `approximate`" if forms else "")
+    known = '    approximate: "none" or "tanh", as in `hfnn.functional.gelu`.\n' if forms else ""
+    refused = ", or `approximate` is another word" if forms else ""
+    function.__doc__ = _DOCUMENT.format(text, known, refused, example).rstrip()
     return op, function
 
 
-SWIGLU, swiglu = _row("swiglu", "silu(gate) * up", "silu")
+SWIGLU, swiglu = _row(
+    "swiglu",
+    "silu(gate) * up",
+    "silu",
+    example=""">>> x = torch.tensor([[1.0, -1.0, 2.0, 3.0]])  # two gates, then what they are multiplied with
+>>> hfnn.functional.swiglu(x)
+tensor([[ 1.4621, -0.8068]])""",
+)
 GEGLU, geglu = _row("geglu", "gelu(gate) * up", "gelu", 1 << 16, forms={"none": "gelu", "tanh": "gelu_tanh"})
 REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
 
@@ -297,7 +314,7 @@ glu = table.function(
     """`torch.nn.functional.glu`, letting its consumer rebuild the output.
 
     y = a sigmoid(b), (a, b) = the halves of x. Shapes: input (..., 2F), result (..., F) along the last dimension; along
-    another one torch's own op runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    another one torch's own op runs. Raises what torch raises.
 
     Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2017. https://arxiv.org/abs/1612.08083
     """,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 class GLU(nn.GLU):
-    """`torch.nn.GLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.glu` as a module, with the arguments and defaults of `torch.nn.GLU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...

@@ -156,8 +156,7 @@ _DOCUMENT = """`{}`, keeping one bit per element instead of the input.
 
 {}
 
-Shapes: any; the result has the shape and dtype of input. {}prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises
-what torch raises.
+Shapes: any; the result has the shape and dtype of input. Raises what torch raises.
 """
 
 
@@ -179,10 +178,7 @@ def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambd
     )  # fmt: skip
     _OPS.append(op)
     where = "torch.nn.functional" if hasattr(F, name) else "torch"
-    inplace = "With inplace=True torch's own op runs. " if "inplace" in names else ""
-    function = table.function(
-        op, parameters, _DOCUMENT.format(f"{where}.{name}", inspect.cleandoc(text), inplace), keeps
-    )
+    function = table.function(op, parameters, _DOCUMENT.format(f"{where}.{name}", inspect.cleandoc(text)), keeps)
     if base is None:
         return function
     return function, table.module(op, base, base.__name__, function, keeps[0] if keeps else None)
@@ -192,11 +188,16 @@ relu, ReLU = _row(
     "relu",
     """y = max(x, 0), dx = dy where x > 0, else 0.
 
-    keep: "bits", or "output" to keep y as torch does. Bits are better where nothing else keeps y: before a pooling, a
-    dropout, an addition, a concatenation, a frozen layer. Before a linear layer or a convolution, which keeps its
-    input, the output costs nothing more, and bits would. Raises ValueError for another `keep`.
+    keep="output" keeps y as torch does. Bits are better where nothing else keeps y: before a pooling, a dropout, an
+    addition, a concatenation, a frozen layer. Before a linear layer or a convolution, which keeps its input, the output
+    costs nothing more, and bits would. Raises ValueError for another `keep`.
 
-    Nair and Hinton, "Rectified Linear Units Improve Restricted Boltzmann Machines", ICML 2010.""",
+    Nair and Hinton, "Rectified Linear Units Improve Restricted Boltzmann Machines", ICML 2010.
+
+    >>> x = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
+    >>> hfnn.functional.relu(x, prefer="memory").sum().backward()
+    >>> x.grad
+    tensor([0., 0., 1.])""",
     F.relu, nn.ReLU, lambda x: torch.where(x > 0, x, 0),
     lambda input, inplace=False: None if inplace else (RELU,), kinks=lambda: (0,), keeps=("bits", "output"),
 )  # fmt: skip
@@ -268,7 +269,10 @@ clamp = _row(
     "clamp",
     """y = min(max(x, a), b), dx = dy where a <= x <= b, else 0.
 
-    min, max: numbers, or None for no bound; with tensors as bounds torch's own op runs.""",
+    With tensors as bounds torch's own op runs.
+
+    >>> hfnn.functional.clamp(torch.tensor([-3.0, 0.5, 3.0]), min=-1, max=1)
+    tensor([-1.0000,  0.5000,  1.0000])""",
     torch.clamp, None, _clamp, _bounds, values=((-1.0, 2.0), (-0.5, None), (None, 3.0)),
     kinks=lambda *bounds: [bound for bound in bounds if bound is not None],
     floor=1 << 14, probe=(0.0,), bench=((*BENCH, -1.0, 1.0),),

@@ -7,50 +7,50 @@ import torch
 from torch import nn
 
 class Hardshrink(nn.Hardshrink):
-    """`torch.nn.Hardshrink`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.hardshrink` as a module, with the arguments and defaults of `torch.nn.Hardshrink`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Hardsigmoid(nn.Hardsigmoid):
-    """`torch.nn.Hardsigmoid`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.hardsigmoid` as a module, with the arguments and defaults of `torch.nn.Hardsigmoid`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Hardtanh(nn.Hardtanh):
-    """`torch.nn.Hardtanh`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.hardtanh` as a module, with the arguments and defaults of `torch.nn.Hardtanh`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class LeakyReLU(nn.LeakyReLU):
-    """`torch.nn.LeakyReLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.leaky_relu` as a module, with the arguments and defaults of `torch.nn.LeakyReLU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class ReLU(nn.ReLU):
-    """`torch.nn.ReLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`; `keep` as in `relu`."""
+    """`hfnn.functional.relu` as a module, with the arguments and defaults of `torch.nn.ReLU`."""
 
     prefer: str
     keep: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class ReLU6(nn.ReLU6):
-    """`torch.nn.ReLU6`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.relu6` as a module, with the arguments and defaults of `torch.nn.ReLU6`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Softshrink(nn.Softshrink):
-    """`torch.nn.Softshrink`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.softshrink` as a module, with the arguments and defaults of `torch.nn.Softshrink`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Threshold(nn.Threshold):
-    """`torch.nn.Threshold`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.threshold` as a module, with the arguments and defaults of `torch.nn.Threshold`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...

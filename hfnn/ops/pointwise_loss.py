@@ -202,8 +202,8 @@ _DOCUMENT = """`torch.nn.functional.{}`, {}
 {}
 
 Shapes: input and target of one shape and dtype; others, weights and reduction="none" are left to torch's own op, as are
-the deprecated size_average and reduce. The result is a scalar of the dtype torch returns. prefer: "auto" | "memory" |
-"speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+the deprecated size_average and reduce. The result is a scalar of the dtype torch returns. Sums are float32. Raises what
+torch raises.
 """
 _KEEPING = "keeping one tensor instead of input and target."
 
@@ -252,7 +252,11 @@ l1_loss, L1Loss = _row(
 )  # fmt: skip
 
 mse_loss, MSELoss = _row(
-    0, _KEEPING, "loss = mean or sum of (x - target)^2; g = 2 (x - target), dg/dx = 2.",
+    0, _KEEPING,
+    """loss = mean or sum of (x - target)^2; g = 2 (x - target), dg/dx = 2.
+
+    >>> hfnn.functional.mse_loss(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+    tensor(2.)""",
     F.mse_loss, nn.MSELoss, ("reduction",), lambda x, target: (x - target).square(),
     lambda target, size_average=None, reduce=None, reduction="mean", weight=None: (
         (target, reduction, 0.0) if _without(size_average, reduce, weight) else None
@@ -317,7 +321,10 @@ binary_cross_entropy_with_logits, BCEWithLogitsLoss = _row(
     g = s - target, dg/dx = s (1 - s), s = 1 / (1 + exp(-x)) = g + target.
 
     The target is kept beside g, for a second backward alone: it is data, which its owner keeps anyway. Targets that
-    require grad are left to torch's own op.""",
+    require grad are left to torch's own op.
+
+    >>> hfnn.functional.binary_cross_entropy_with_logits(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 1.0]))
+    tensor(0.4100)""",
     F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, ("weight", "pos_weight", "reduction"),
     lambda x, target: torch.logaddexp(x, torch.zeros_like(x)) - x * target,
     lambda target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None: (

@@ -7,31 +7,31 @@ import torch
 from torch import nn
 
 class BCEWithLogitsLoss(nn.BCEWithLogitsLoss):
-    """`torch.nn.BCEWithLogitsLoss`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.binary_cross_entropy_with_logits` as a module, with the arguments and defaults of `torch.nn.BCEWithLogitsLoss`."""
 
     prefer: str
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
 
 class HuberLoss(nn.HuberLoss):
-    """`torch.nn.HuberLoss`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.huber_loss` as a module, with the arguments and defaults of `torch.nn.HuberLoss`."""
 
     prefer: str
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
 
 class L1Loss(nn.L1Loss):
-    """`torch.nn.L1Loss`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.l1_loss` as a module, with the arguments and defaults of `torch.nn.L1Loss`."""
 
     prefer: str
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
 
 class MSELoss(nn.MSELoss):
-    """`torch.nn.MSELoss`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.mse_loss` as a module, with the arguments and defaults of `torch.nn.MSELoss`."""
 
     prefer: str
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...
 
 class SmoothL1Loss(nn.SmoothL1Loss):
-    """`torch.nn.SmoothL1Loss`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.smooth_l1_loss` as a module, with the arguments and defaults of `torch.nn.SmoothL1Loss`."""
 
     prefer: str
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor: ...

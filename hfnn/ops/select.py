@@ -154,7 +154,7 @@ y = {0}(a, b), da = dy where a is y and not b, dy / 2 where a = b, else 0; db li
 NaN and both gradients are dy, as torch's.
 
 Shapes: input and other of one shape and dtype; what would have to be broadcast or cast is left to torch's own op. The
-result has their shape and dtype. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+result has their shape and dtype. Raises what torch raises.
 """
 
 
@@ -187,8 +187,7 @@ abs = table.function(
     """`torch.abs`, keeping the sign, two bits an element, instead of its input.
 
     y = |x|, dx = dy sign(x), where sign(0) and sign(NaN) are 0, as torch's. Shapes: any; the result has the shape and
-    dtype of input. Integers and complex numbers are left to torch's own op. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises what torch raises.
+    dtype of input. Integers and complex numbers are left to torch's own op. Raises what torch raises.
     """,
 )
 

@@ -189,7 +189,7 @@ class _KeepsInput(Function):
         return dx.to(x.dtype), None, None, None, None
 
 
-def _document(op, text, kept, names) -> str:
+def _document(op, text, kept) -> str:
     known = "torch.nn.functional" if hasattr(F, op.name) else "torch"
     text = inspect.cleandoc(text)
     lines = [
@@ -198,9 +198,7 @@ def _document(op, text, kept, names) -> str:
         "y is kept, as by torch." if kept else "Keeps its input, and lets its consumer rebuild the output.",
         "Shapes: any; the result has the shape and dtype that torch gives it.",
     ]
-    if "inplace" in names:
-        lines.append("With inplace=True torch's own op runs.")
-    lines.append('prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.')
+    lines[-1] += " Raises what torch raises."
     return "\n".join(lines)
 
 
@@ -225,7 +223,7 @@ def _row(name, text, torchs, base, reference, floor, numbers, values=((),), draw
         cases=table.cases(values), small=(3, 5, *values[0]), saves=not kept, recipe=not kept, **{**defaults, **more},
     )  # fmt: skip
     _OPS.append(op)
-    function = table.function(op, parameters, _document(op, text, kept, names), named=named)
+    function = table.function(op, parameters, _document(op, text, kept), named=named)
     if base is None:
         return function
     return function, table.module(op, base, label, function)
@@ -280,7 +278,10 @@ softplus, Softplus = _row(
     """y = log(1 + exp(beta x)) / beta, x itself where beta x > threshold; dy/dx = sigmoid(beta x). With beta <= 0
     torch's own op runs.
 
-    Dugas et al., "Incorporating Second-Order Functional Knowledge for Better Option Pricing", 2000.""",
+    Dugas et al., "Incorporating Second-Order Functional Knowledge for Better Option Pricing", 2000.
+
+    >>> hfnn.functional.softplus(torch.tensor([-1.0, 0.0, 30.0]))
+    tensor([ 0.3133,  0.6931, 30.0000])""",
     F.softplus, nn.Softplus, _softplus, 1 << 17,
     lambda beta=1, threshold=20: (2, real(beta), real(threshold), 0.0) if beta > 0 else None,
     values=((1.0,), (2.5,)),
@@ -432,7 +433,10 @@ gelu, GELU = _row(
     f"""y = x Phi(x) = x / 2 (1 + erf(x / sqrt(2))) with approximate="none", x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715
     x^3))) with "tanh".
 
-    {_HENDRYCKS}""",
+    {_HENDRYCKS}
+
+    >>> hfnn.functional.gelu(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.1587,  0.0000,  0.8413])""",
     F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate),
     values=(("none",), ("tanh",)), likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
     kernels=kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
@@ -446,7 +450,10 @@ silu, SiLU = _row(
 
     {_HENDRYCKS}
     Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
-    Learning", 2017. https://arxiv.org/abs/1702.03118""",
+    Learning", 2017. https://arxiv.org/abs/1702.03118
+
+    >>> hfnn.functional.silu(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.2689,  0.0000,  0.7311])""",
     F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (),
     likes={"": {}}, kernels=kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
 )  # fmt: skip

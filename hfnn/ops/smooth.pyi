@@ -7,85 +7,85 @@ import torch
 from torch import nn
 
 class CELU(nn.CELU):
-    """`torch.nn.CELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.celu` as a module, with the arguments and defaults of `torch.nn.CELU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class ELU(nn.ELU):
-    """`torch.nn.ELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.elu` as a module, with the arguments and defaults of `torch.nn.ELU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class GELU(nn.GELU):
-    """`torch.nn.GELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.gelu` as a module, with the arguments and defaults of `torch.nn.GELU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Hardswish(nn.Hardswish):
-    """`torch.nn.Hardswish`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.hardswish` as a module, with the arguments and defaults of `torch.nn.Hardswish`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class LogSigmoid(nn.LogSigmoid):
-    """`torch.nn.LogSigmoid`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.logsigmoid` as a module, with the arguments and defaults of `torch.nn.LogSigmoid`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Mish(nn.Mish):
-    """`torch.nn.Mish`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.mish` as a module, with the arguments and defaults of `torch.nn.Mish`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class QuickGELU(nn.Module):
-    """`torch.nn.QuickGELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.quick_gelu` as a module."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class ReLUSquared(nn.Module):
-    """`torch.nn.ReLUSquared`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.relu_squared` as a module."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class SELU(nn.SELU):
-    """`torch.nn.SELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.selu` as a module, with the arguments and defaults of `torch.nn.SELU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class SiLU(nn.SiLU):
-    """`torch.nn.SiLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.silu` as a module, with the arguments and defaults of `torch.nn.SiLU`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Sigmoid(nn.Sigmoid):
-    """`torch.nn.Sigmoid`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.sigmoid` as a module, with the arguments and defaults of `torch.nn.Sigmoid`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Softplus(nn.Softplus):
-    """`torch.nn.Softplus`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.softplus` as a module, with the arguments and defaults of `torch.nn.Softplus`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Softsign(nn.Softsign):
-    """`torch.nn.Softsign`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.softsign` as a module, with the arguments and defaults of `torch.nn.Softsign`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...
 
 class Tanh(nn.Tanh):
-    """`torch.nn.Tanh`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`hfnn.functional.tanh` as a module, with the arguments and defaults of `torch.nn.Tanh`."""
 
     prefer: str
     def forward(self, input: torch.Tensor) -> torch.Tensor: ...

@@ -16,6 +16,46 @@ _TYPES = {
     **dict.fromkeys(("size_average", "reduce"), bool | None),
     **dict.fromkeys(("threshold", "value", "beta"), float),
 }
+# What arguments mean, by name, or by op and name.
+_ARGUMENTS = {
+    "input": "Of any shape.",
+    "prefer": '"auto", "memory" or "speed", as in `hfnn.convert`.',
+    "inplace": "Whether torch's own op runs, and writes the result to input.",
+    "keep": '"bits", or "output", which is better where a linear map or a convolution keeps it anyway.',
+    "alpha": "The limit towards minus infinity is -alpha.",
+    "approximate": '"none" or "tanh".',
+    "softplus.beta": "Larger values are nearer to relu.",
+    "softplus.threshold": "Where beta x is larger, y = x.",
+    "threshold.threshold": "The bound.",
+    "value": "The result up to the bound.",
+    "lambd": "The bound, at least 0.",
+    "negative_slope": "The slope for x < 0.",
+    "min_val": "The lower bound.",
+    "max_val": "The upper bound.",
+    "min_value": "Deprecated name of min_val.",
+    "max_value": "Deprecated name of max_val.",
+    "min": "The lower bound; None: none.",
+    "max": "The upper bound; None: none.",
+    "other": "Of the shape and dtype of input.",
+    "dim": "Which dimension is halved.",
+    "target": "Of the shape and dtype of input.",
+    "weight": "Factors of the losses of elements. With them torch's own op runs.",
+    "pos_weight": "Factors for positive targets. With them torch's own op runs.",
+    "size_average": "Deprecated, as in torch.",
+    "reduce": "Deprecated, as in torch.",
+    "reduction": '"mean", "sum", or "none", for which torch\'s own op runs.',
+    "delta": "From this difference on the loss is linear.",
+    "smooth_l1_loss.beta": "From this difference on the loss is linear.",
+}
+
+
+def described(op, text: str, names) -> str:
+    """A docstring: the text, a line for each argument, and last the examples among the text's paragraphs."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    examples = [paragraph for paragraph in paragraphs if paragraph.startswith(">>>")]
+    lines = [f"    {name}: {_ARGUMENTS.get(f'{op.name}.{name}') or _ARGUMENTS[name]}" for name in names]
+    kept = [paragraph for paragraph in paragraphs if paragraph not in examples]
+    return "\n\n".join([*kept, *(["\n".join(["Args:", *lines])] if lines else []), *examples])
 
 
 def numbers(op, *arguments):
@@ -76,7 +116,8 @@ def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
 
     cells = {"passes": op.passes, "run": op.run, "torchs": op.torch, "keeps": keeps, "refuse": refuse, **defaults}
     made = _written(op, lines, cells)
-    made.__doc__, made.__qualname__ = text, op.name  # used by pickle
+    made.__qualname__ = op.name  # used by pickle
+    made.__doc__ = described(op, text, inspect.signature(made).parameters)
     made.__annotations__ = {p.name: _type(p) for p in inspect.signature(made).parameters.values()} | {"return": Tensor}
     return made
 
@@ -97,7 +138,9 @@ def module(op, base: type, name: str, function, keep=None, inputs=("input",), at
     given = ", ".join(inputs)
     lines = [f"def forward(self, {given}):", f" return function({given}, {_passed(parameters, 'self.')})"]
     also = "" if keep is None else f"; `keep` as in `{op.name}`"
-    text = f"`torch.nn.{name}`: the same arguments and defaults. `prefer` is set by `hfnn.convert`{also}."
+    like = "" if base is nn.Module else f", with the arguments and defaults of `torch.nn.{name}`"
+    text = f"`hfnn.functional.{op.name}` as a module{like}.\n\n`prefer` is set by `hfnn.convert`{also}."
+    text = described(op, text, _given(base))
     own = {"__module__": type(op).__module__, "__doc__": text, "prefer": "auto"}
     own["forward"] = forward = _written(op, lines, {"function": function})
     forward.__qualname__ = f"{name}.forward"  # in the messages of Python's own errors
@@ -106,6 +149,13 @@ def module(op, base: type, name: str, function, keep=None, inputs=("input",), at
     if base is not nn.Module:
         op.modules[base] = made
     return made
+
+
+def _given(base: type) -> list[str]:
+    """The arguments of a module's constructor."""
+    if base is nn.Module or base.__init__ is nn.Module.__init__:
+        return []
+    return [p.name for p in list(inspect.signature(base).parameters.values()) if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _passed(parameters, owner="") -> str:
