@@ -100,10 +100,11 @@ def test_export(strict, mask):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("labels", [False, True])
-def test_language_model_on_meta(labels, autocast):
+@pytest.mark.parametrize("labels, attention", [(False, "sdpa"), (True, "sdpa"), (True, "eager")])
+def test_language_model_on_meta(labels, attention, autocast):
     ids, shapes = torch.zeros(2, 8, dtype=torch.int64, device="meta"), []
     for model in (llama(), hfnn.convert(llama(), prefer="memory")):
+        model.set_attn_implementation(attention)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model.to("meta")(ids, labels=ids if labels else None)
         out.logits.sum().backward()

@@ -54,7 +54,7 @@ def reference(
         o, lse = _each_sequence(query, key, value, cu_seqlens, keep, options)
         return (o, lse) if return_lse else o
     wide = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast("cpu" if query.is_meta else query.device.type, enabled=False):  # none on "meta"
         q, k, v = (x.to(wide) for x in (query, key, value))
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         s = _product(q * scale, k.transpose(-2, -1), enable_gqa)
