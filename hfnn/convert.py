@@ -142,6 +142,10 @@ def convert(
     options: those of `hfnn.optim` (`state_dtype="8bit"`, ...), which may also be set on a converted optimizer. An
     optimizer that cannot be converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; with
     options it raises ValueError. If accelerate prepared it with a GradScaler, pass the object that accelerate returned.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    >>> hfnn.convert(model) is model, isinstance(model[1], hfnn.LayerNorm)
+    (True, True)
     """
     one_of("prefer", prefer, PREFERENCES)
     one_of("recompute", recompute, (None, "gemm"))
@@ -202,6 +206,10 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None) -> 
     that also changes classes (`fully_shard`) has wrapped a converted module since, or if something has replaced a
     look-alike's forward on the instance.
     An optimizer becomes torch's, with states as torch keeps them; 8-bit and 4-bit states are decoded.
+
+    >>> model = hfnn.convert(torch.nn.Sequential(torch.nn.LayerNorm(8)))
+    >>> type(hfnn.revert(model)[0])
+    <class 'torch.nn.modules.normalization.LayerNorm'>
     """
     if isinstance(model, Optimizer) and optimizer is None:
         return swap.revert(model)

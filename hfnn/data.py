@@ -22,10 +22,20 @@ __all__ = ["PackedBatchSampler", "PackedCollator", "pack"]
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of indices into `lengths`, each with a total of at most `capacity`: best fit, the longest first.
 
-    A sequence goes into the bin where it leaves the least room; if it fits into none, it opens a new bin. At most 11/9
+    A sequence goes into the bin where it leaves the least space; if it fits into none, it opens a new bin. At most 11/9
     of the minimum number of bins, plus 6/9, in O(n log n) steps. The bins are the same every time; their number and
-    sizes do not depend on the order of lengths. Raises ValueError for a length that is negative or longer than
-    capacity. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974.
+    sizes do not depend on the order of lengths. Johnson et al., "Worst-case performance bounds for simple
+    one-dimensional packing algorithms", 1974.
+
+    Args:
+        lengths: Of the sequences, in tokens.
+        capacity: Of a bin, in tokens.
+
+    Raises:
+        ValueError: A length is negative or longer than capacity.
+
+    >>> hfnn.data.pack([5, 3, 4, 2], 7)
+    [[0, 3], [2, 1]]
     """
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: give the number of tokens of a batch, 1 or more")
@@ -77,6 +87,10 @@ class PackedCollator:
 
     Raises ValueError for features without input_ids, with different keys or lengths, or with padding, and for a batch
     without tokens.
+
+    >>> batch = hfnn.data.PackedCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> batch["labels"], batch["position_ids"]
+    (tensor([[-100,    2,    3, -100,    5]]), tensor([[0, 1, 2, 0, 1]]))
     """
 
     def __init__(
@@ -161,6 +175,9 @@ class PackedBatchSampler(Sampler[list[int]]):
     accelerate does. All ranks have the same number of batches, len(sampler), in all epochs. Batches that do not divide
     evenly are left out with drop_last; otherwise some batches are used twice.
     Raises ValueError for a sequence of more than max_tokens, and for a rank outside the world.
+
+    >>> list(hfnn.data.PackedBatchSampler([5, 3, 4, 2], 7, shuffle=False))
+    [[0, 3], [2, 1]]
     """
 
     def __init__(

@@ -98,6 +98,10 @@ def report(model: nn.Module | Optimizer, *inputs: Any, **kwargs: Any) -> Report:
     With inputs, `model(*inputs, **kwargs)` runs twice, forward only, and each row shows the module's share of the bytes
     kept for backward and of the time. So the cost of modules that were left alone is visible. The model, its buffers
     and torch's generators do not change. Raises what the forward raises.
+
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Flatten())
+    >>> [(row.name, row.to is not None) for row in hfnn.report(hfnn.convert(model)).rows]
+    [('0', True), ('1', False)]
     """
     if isinstance(model, Optimizer):
         return Report([ModuleRow(OPTIMIZER, *swap.explain(model))])

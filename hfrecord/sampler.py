@@ -32,6 +32,9 @@ class Permutation:
 
     Raises:
         ValueError: n is below 0, window or mix below 1.
+
+    >>> hfrecord.Permutation(8, seed=1)(range(4)).tolist()
+    [6, 2, 0, 4]
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0, window: int | None = None, mix: int = 16):
@@ -126,6 +129,10 @@ class ElasticSampler:
 
     Raises:
         ValueError: An argument is out of its range.
+
+    >>> sampler = hfrecord.ElasticSampler(range(8), batch_size=2, shuffle=False, rank=0, world_size=1)
+    >>> next(iter(sampler)), sampler.state_dict()["consumed"]
+    ([0, 1], 2)
     """
 
     data: Any

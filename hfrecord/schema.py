@@ -39,6 +39,10 @@ class Schema:
 
     Raises:
         ValueError: A kind is unknown.
+
+    >>> schema = hfrecord.Schema({"label": "int64", "text": "text"})
+    >>> schema.decode(schema.encode({"label": 3, "text": "hi"}))
+    {'label': 3, 'text': 'hi'}
     """
 
     fields: dict[str, str]

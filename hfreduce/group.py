@@ -34,6 +34,11 @@ class Group:
     Raises:
         ValueError: Another thread makes a group of this name on this store.
         hfreduce.Fault: Ranks did not connect.
+
+    >>> group = hfreduce.Group(torch.distributed.HashStore(), rank=0, size=1, name="example")
+    >>> group.all_reduce(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    >>> group.close()
     """
 
     rank: int

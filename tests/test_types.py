@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 COMPLETE = (
     *("hfnn", "hfnn.functional", "hfnn.data", "hfnn.memory", "hfnn.optim", "hfreduce", "hfrecord"),
@@ -84,14 +86,32 @@ def test_the_package_lists_every_module_and_function():
     assert all(name in vars(hfnn) for name in hfnn.__all__)
 
 
-def test_examples_run():
-    import torch
+EXAMPLES = """
+hfnn.LayerNorm hfnn.LSTM hfnn.convert hfnn.revert hfnn.report
+hfnn.functional.rms_norm hfnn.functional.group_norm hfnn.functional.batch_norm hfnn.functional.add_rms_norm
+hfnn.functional.relu hfnn.functional.gelu hfnn.functional.silu hfnn.functional.softplus hfnn.functional.clamp
+hfnn.functional.swiglu hfnn.functional.scaled_dot_product_attention hfnn.functional.rope hfnn.functional.softmax
+hfnn.functional.masked_softmax hfnn.functional.causal_softmax hfnn.functional.cross_entropy hfnn.functional.mse_loss
+hfnn.functional.binary_cross_entropy_with_logits hfnn.functional.linear_cross_entropy hfnn.functional.linear_log_probs
+hfnn.functional.dropout hfnn.functional.dropout_add hfnn.functional.max_pool2d hfnn.functional.avg_pool2d
+hfnn.functional.linear hfnn.functional.conv2d hfnn.functional.embedding
+hfnn.optim.AdamW hfnn.optim.step_in_backward hfnn.data.pack hfnn.data.PackedCollator hfnn.data.PackedBatchSampler
+hfnn.memory.saved_bytes haiscale.pipeline.predict haiscale.pipeline.partition
+hfreduce.Group hfrecord.Schema hfrecord.Permutation hfrecord.ElasticSampler
+"""  # at least one of each family
 
-    import hfnn
 
-    found = doctest.DocTestFinder(recurse=False).find(hfnn.LayerNorm, globs={"hfnn": hfnn, "torch": torch})
-    results = [doctest.DocTestRunner().run(example) for example in found]
-    assert sum(r.attempted for r in results) and not sum(r.failed for r in results)
+@pytest.mark.parametrize("name", EXAMPLES.split())
+def test_examples_run(name):
+    """The examples in the docstring of a public name."""
+    module, _, attribute = name.rpartition(".")
+    scope = {
+        package: importlib.import_module(package) for package in ("torch", "hfnn", "haiscale", "hfreduce", "hfrecord")
+    }
+    value = getattr(importlib.import_module(module), attribute)
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), scope, name, None, None)
+    result = doctest.DocTestRunner().run(test)
+    assert result.attempted and not result.failed
 
 
 def check(version: str) -> list[str]:

@@ -50,6 +50,10 @@ def partition(
 
     Raises:
         ValueError: The model cannot be split like this, or arguments do not fit together.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    >>> [len(stage) for stage in haiscale.pipeline.partition(model, 2, balance=[1, 3])]
+    [1, 3]
     """
     if stages is None and pp_size is None:
         stages, pp_rank = pp_rank, None

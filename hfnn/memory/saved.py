@@ -72,6 +72,12 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
     Unique storages are counted: two nodes that save one storage count once. Parameters and tensors that share their
     memory do not count. Memory that torch's ops hold in other ways (cuDNN's reserve space) is not seen. For a part
     under gradient checkpointing, only its inputs are kept.
+
+    >>> x = torch.ones(1024, requires_grad=True)
+    >>> hfnn.memory.saved_bytes(lambda: torch.relu(x)).total
+    4096
+    >>> hfnn.memory.saved_bytes(lambda: hfnn.functional.relu(x, prefer="memory")).total
+    128
     """
     record = Record()
     with torch.autograd.graph.saved_tensors_hooks(record.pack, unpack):

@@ -98,8 +98,13 @@ def adaptive_max_pool1d(
 ) -> Tensor | Any:
     """`torch.nn.functional.adaptive_max_pool1d`, keeping 2 to 8 bits an output instead of its input and indices.
 
-    Shapes: input (N, C, L) or (C, L). Windows of more than 256 positions, and return_indices=True, are left to torch's
-    own op. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, L) or (C, L).
+        output_size: Of the last dimension; None: as in input.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+    PREFER
     """
     y = None if return_indices or _passes(input, prefer) else _adaptive(1, input, output_size, prefer)
     return nn.functional.adaptive_max_pool1d(input, output_size, return_indices) if y is None else y
@@ -108,7 +113,16 @@ def adaptive_max_pool1d(
 def adaptive_max_pool2d(
     input: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, prefer: str = "auto"
 ) -> Tensor | Any:
-    """`torch.nn.functional.adaptive_max_pool2d`; input (N, C, H, W) or (C, H, W), else as `adaptive_max_pool1d`."""
+    """`torch.nn.functional.adaptive_max_pool2d`, keeping 2 to 8 bits an output instead of its input and indices.
+
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W).
+        output_size: Of the last 2 dimensions; None: as in input.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+    PREFER
+    """
     y = None if return_indices or _passes(input, prefer) else _adaptive(2, input, output_size, prefer)
     return nn.functional.adaptive_max_pool2d(input, output_size, return_indices) if y is None else y
 
@@ -116,7 +130,16 @@ def adaptive_max_pool2d(
 def adaptive_max_pool3d(
     input: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, prefer: str = "auto"
 ) -> Tensor | Any:
-    """`torch.nn.functional.adaptive_max_pool3d`; input (N, C, D, H, W) or (C, D, H, W), else as the others."""
+    """`torch.nn.functional.adaptive_max_pool3d`, keeping 2 to 8 bits an output instead of its input and indices.
+
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        output_size: Of the last 3 dimensions; None: as in input.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+    PREFER
+    """
     y = None if return_indices or _passes(input, prefer) else _adaptive(3, input, output_size, prefer)
     return nn.functional.adaptive_max_pool3d(input, output_size, return_indices) if y is None else y
 

@@ -81,9 +81,19 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
 
-    Shapes: input, residual (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the residual's
-    dtype. Both results have the shape of input and the dtypes torch returns; sum continues the residual stream. p in
-    [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Both results have the shape of input and the dtypes that torch returns; sum continues the residual stream. Raises
+    what torch raises.
+
+    Args:
+        input: (*, *normalized_shape).
+        residual: Like input.
+        normalized_shape: The last dimensions, over which mean and variance are taken.
+        weight: Of normalized_shape, float32 or of the residual's dtype, or None.
+        bias: Like weight.
+        eps: Added to the variance.
+        p: Of dropout, in [0, 1], exact to 2^-32.
+        training: Whether there is dropout.
+    PREFER
     """
     dropped = float(p) if training else 0.0
     results = None
@@ -112,10 +122,22 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
 
-    Shapes: input, residual (*, *normalized_shape); weight normalized_shape or None, float32 or of the residual's dtype.
-    offset is added to the weight (Gemma stores weight - 1). Both results have the shape of input and the dtypes torch
-    returns; sum continues the residual stream. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises what torch raises.
+    Both results have the shape of input and the dtypes that torch returns; sum continues the residual stream. Raises
+    what torch raises.
+
+    Args:
+        input: (*, *normalized_shape).
+        residual: Like input.
+        normalized_shape: The last dimensions, over which the mean of squares is taken.
+        weight: Of normalized_shape, float32 or of the residual's dtype, or None.
+        eps: Added to the mean of squares; None: as torch chooses it.
+        p: Of dropout, in [0, 1], exact to 2^-32.
+        training: Whether there is dropout.
+        offset: Added to the weight (Gemma stores weight - 1).
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,))
+    (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     dropped = float(p) if training else 0.0
     results = None

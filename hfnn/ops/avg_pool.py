@@ -85,7 +85,17 @@ def avg_pool1d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    """`torch.nn.functional.avg_pool1d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, L) or (C, L).
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+    PREFER
+    """
     stride = () if stride is None else stride
     if not takes(input, prefer):
         return _avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
@@ -116,7 +126,22 @@ def avg_pool2d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    """`torch.nn.functional.avg_pool2d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W).
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+        divisor_override: Divides the sums instead of the number of elements.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.avg_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
+    tensor([[[[ 2.5000,  4.5000],
+              [10.5000, 12.5000]]]])
+    """
     stride = () if stride is None else stride
     if not takes(input, prefer):
         return _avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
@@ -135,7 +160,18 @@ def avg_pool3d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    """`torch.nn.functional.avg_pool3d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+        divisor_override: Divides the sums instead of the number of elements.
+    PREFER
+    """
     stride = () if stride is None else stride
     if not takes(input, prefer):
         return _avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
@@ -146,7 +182,13 @@ def avg_pool3d(
 def adaptive_avg_pool1d(
     input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
 ) -> Tensor:
-    """`torch.nn.functional.adaptive_avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    """`torch.nn.functional.adaptive_avg_pool1d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, L) or (C, L).
+        output_size: Of the last dimension; None: as in input.
+    PREFER
+    """
     if takes(input, prefer) and input.dim() in (2, 3):
         size = output_size[0] if isinstance(output_size, (tuple, list)) and len(output_size) == 1 else output_size
         if type(size) is int:
@@ -159,7 +201,13 @@ def adaptive_avg_pool1d(
 def adaptive_avg_pool2d(
     input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
 ) -> Tensor:
-    """`torch.nn.functional.adaptive_avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    """`torch.nn.functional.adaptive_avg_pool2d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W).
+        output_size: Of the last 2 dimensions; None: as in input.
+    PREFER
+    """
     if takes(input, prefer):
         sizes = sizes_of(input, output_size, 2)
         y = _adaptive(input, sizes, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward)
@@ -171,7 +219,13 @@ def adaptive_avg_pool2d(
 def adaptive_avg_pool3d(
     input: Tensor, output_size: int | Sequence[int | None] | None, *, prefer: str = "auto"
 ) -> Tensor:
-    """`torch.nn.functional.adaptive_avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    """`torch.nn.functional.adaptive_avg_pool3d`, keeping nothing. Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        output_size: Of the last 3 dimensions; None: as in input.
+    PREFER
+    """
     if takes(input, prefer):
         sizes = sizes_of(input, output_size, 3)
         y = _adaptive(input, sizes, aten._adaptive_avg_pool3d, aten._adaptive_avg_pool3d_backward)

@@ -351,12 +351,24 @@ def batch_norm(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`.
+    """`torch.nn.functional.batch_norm`, whose result its consumer can rebuild. Statistics are float32.
 
-    Shapes: input (N, C, ...), contiguous or channels last, which the result keeps; the others (C,), float32 or of the
-    input's dtype. With training=True, running_mean and running_var, if given, move by `momentum` towards the batch's
-    statistics. The result has the dtype of input; its consumers can rebuild it. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    The result has the dtype of input. Raises what torch raises.
+
+    Args:
+        input: (N, C, ...), contiguous or channels last, which the result keeps.
+        running_mean: (C,), float32 or of the input's dtype, or None.
+        running_var: Like running_mean.
+        weight: Like running_mean.
+        bias: Like running_mean.
+        training: Whether the batch's statistics are used, towards which running_mean and running_var then move.
+        momentum: By which part they move.
+        eps: Added to the variance.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True)
+    tensor([[-1.0000],
+            [ 1.0000]])
     """
     of_x = running_mean, running_var, weight, bias, training, momentum, eps
     y = None if compiling() else _native(input, *of_x, None, 0, 0.0, prefer)

@@ -43,8 +43,17 @@ def conv1d(
 ) -> Tensor:
     """`torch.nn.functional.conv1d`, keeping a recipe of its input where the input has one.
 
-    Shapes: input (N, C, L), weight (O, C / groups, K), bias (O,) or None; result (N, O, L'). prefer: "auto" | "memory"
-    | "speed" (`hfnn.convert`): the input size from which casts are not kept under autocast. Raises what torch raises.
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, L).
+        weight: (O, C / groups, K).
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end, or "same" or "valid".
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
     """
     y = NotImplemented if compiling() else _conv1d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv1d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
@@ -61,7 +70,24 @@ def conv2d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`: input (N, C, H, W), weight (O, C / groups, K, K'). As `conv1d` for the rest."""
+    """`torch.nn.functional.conv2d`, keeping a recipe of its input where the input has one.
+
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W).
+        weight: (O, C / groups, K, K').
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end, or "same" or "valid".
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+
+    >>> hfnn.functional.conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2))
+    tensor([[[[4., 4.],
+              [4., 4.]]]])
+    """
     y = NotImplemented if compiling() else _conv2d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv2d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
@@ -77,7 +103,20 @@ def conv3d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.conv3d`: input (N, C, D, H, W), weight (O, C / groups, K, K', K''). As `conv1d`."""
+    """`torch.nn.functional.conv3d`, keeping a recipe of its input where the input has one.
+
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W).
+        weight: (O, C / groups, K, K', K'').
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end, or "same" or "valid".
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+    """
     y = NotImplemented if compiling() else _conv3d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv3d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
@@ -94,7 +133,21 @@ def conv_transpose1d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.conv_transpose1d`: input (N, C, L), weight (C, O / groups, K), bias (O,). As `conv1d`."""
+    """`torch.nn.functional.conv_transpose1d`, keeping a recipe of its input where the input has one.
+
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, L).
+        weight: (C, O / groups, K).
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end that the convolution had.
+        output_padding: Added to the size of the result at one end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+    """
     y = NotImplemented
     if not compiling():
         y = _conv_transpose1d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
@@ -115,7 +168,21 @@ def conv_transpose2d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.conv_transpose2d`: input (N, C, H, W), weight (C, O / groups, K, K'). As `conv1d`."""
+    """`torch.nn.functional.conv_transpose2d`, keeping a recipe of its input where the input has one.
+
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W).
+        weight: (C, O / groups, K, K').
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end that the convolution had.
+        output_padding: Added to the size of the result at one end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+    """
     y = NotImplemented
     if not compiling():
         y = _conv_transpose2d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
@@ -136,7 +203,21 @@ def conv_transpose3d(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.conv_transpose3d`: input (N, C, D, H, W), weight (C, O / groups, ...). As `conv1d`."""
+    """`torch.nn.functional.conv_transpose3d`, keeping a recipe of its input where the input has one.
+
+    Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W).
+        weight: (C, O / groups, K, K', K'').
+        bias: (O,) or None.
+        stride: Of the windows.
+        padding: Zeros at each end that the convolution had.
+        output_padding: Added to the size of the result at one end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+    """
     y = NotImplemented
     if not compiling():
         y = _conv_transpose3d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)

@@ -250,14 +250,28 @@ def cross_entropy(
     logit_scale: float = 1.0,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, which keeps only the logits and never writes to them.
+    """`torch.nn.functional.cross_entropy`, which keeps only the logits and never writes to them. Sums are float32.
 
-    Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 classes () , (N) or (N, d1, ...), or probabilities of
-    the shape of input; weight (C,) or None. The result is a scalar, or with reduction="none" has the shape of the
-    classes; its dtype is torch's. z_loss adds z_loss * lse^2 to each row that is not ignored; softcap (None: none) and
-    logit_scale shape the logits first. A "mean" divides by the sum of weight[target] over rows that are not ignored, or
-    by the number of rows where the target is probabilities; the mean of nothing is NaN. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+    The result is a scalar, or with reduction="none" has the shape of the classes; its dtype is torch's. A "mean"
+    divides by the sum of weight[target] over rows that are not ignored, or by the number of rows where the target is
+    probabilities; the mean of nothing is NaN. Raises what torch raises.
+
+    Args:
+        input: Logits, (C), (N, C) or (N, C, d1, ...).
+        target: int64 classes, (), (N) or (N, d1, ...); or probabilities of the shape of input.
+        weight: (C,) or None.
+        size_average: Deprecated, as in torch.
+        ignore_index: The class of rows that do not count.
+        reduce: Deprecated, as in torch.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: In [0, 1].
+        z_loss: Adds z_loss * lse^2 to each row that is not ignored.
+        softcap: c > 0: logits become c tanh(logit / c); None: they do not.
+        logit_scale: A factor of the logits, before softcap.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.cross_entropy(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, -100]))
+    tensor(0.1269)
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)

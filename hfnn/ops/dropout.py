@@ -122,10 +122,17 @@ def philox_seed(x, counters=None):
 def dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, prefer: str = "auto"
 ) -> Tensor:
-    """`torch.nn.functional.dropout`, which keeps 16 bytes instead of a mask.
+    """`torch.nn.functional.dropout`, which keeps 16 bytes instead of a mask. Raises what torch raises.
 
-    Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). With inplace=True, or p 0 or 1, torch's own op runs. Raises what torch raises.
+    Args:
+        input: Of any shape and dtype, which the result has.
+        p: The probability of a zero, in [0, 1], exact to 2^-32. For 0 and 1 torch's own op runs.
+        training: Whether there is dropout.
+        inplace: Whether torch's own op runs, and writes the result to input.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> sorted(hfnn.functional.dropout(torch.ones(1000), p=0.5).unique().tolist())
+    [0.0, 2.0]
     """
     if not training or inplace or not 0 < p < 1:
         return nn.functional.dropout(input, p, training, inplace)

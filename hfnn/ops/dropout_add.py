@@ -124,9 +124,17 @@ def dropout_add(
 ) -> Tensor:
     """`residual + torch.nn.functional.dropout(input, p, training)`, which keeps 16 bytes instead of a mask.
 
-    Shapes: any, the same for both; the result has the dtype that torch gives the sum, and is rounded once. p in [0, 1]
-    is exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Without dropout, or for shapes that need
-    broadcasting, torch's own ops run. Raises what torch raises.
+    The result has the dtype that torch gives the sum, and is rounded once. Raises what torch raises.
+
+    Args:
+        input: Of any shape.
+        residual: Of input's shape; for one that needs broadcasting torch's own ops run.
+        p: The probability of a zero, in [0, 1], exact to 2^-32.
+        training: Whether there is dropout.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.dropout_add(torch.tensor([1.0]), torch.tensor([2.0]), training=False)
+    tensor([3.])
     """
     if not (training and 0 < p < 1):
         if 0 <= p < 1:

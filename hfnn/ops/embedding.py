@@ -88,10 +88,21 @@ def embedding(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.embedding`, which keeps the ids in 32 bits for backward.
+    """`torch.nn.functional.embedding`, which keeps the ids in 32 bits for backward. Raises what torch raises.
 
-    Shapes: input any, int64 or int32; weight (rows, width); result (*, width). With max_norm or sparse torch's own op
-    runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Args:
+        input: Row numbers, int64 or int32, of any shape.
+        weight: (rows, width); the result is (*, width).
+        padding_idx: A row that gets no gradient, or None.
+        max_norm: With it torch's own op runs.
+        norm_type: For max_norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it occurs.
+        sparse: With it torch's own op runs.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.embedding(torch.tensor([1, 1]), torch.tensor([[0.0], [2.0]]))
+    tensor([[2.],
+            [2.]])
     """
     # This check is the whole cost of hfnn in a small call.
     if compiling() or sparse or max_norm is not None or not is_plain(input) or input.numel() < FLOORS[prefer]:

@@ -245,11 +245,21 @@ def group_norm(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.group_norm`.
+    """`torch.nn.functional.group_norm`, whose result its consumer can rebuild. Statistics are float32.
 
-    Shapes: input (N, C, ...), on the CPU also channels last, which the result keeps; weight, bias (C,) or None, float32
-    or of the input's dtype. The result has the dtype that torch returns; its consumers can rebuild it. prefer: "auto" |
-    "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    The result has the dtype that torch returns. Raises what torch raises.
+
+    Args:
+        input: (N, C, ...); on the CPU also channels last, which the result keeps.
+        num_groups: Of channels; divides C.
+        weight: (C,), float32 or of the input's dtype, or None.
+        bias: Like weight.
+        eps: Added to the variance.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.group_norm(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), 2)
+    tensor([[[-1.0000,  1.0000],
+             [-1.0000,  1.0000]]])
     """
     y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
     return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y

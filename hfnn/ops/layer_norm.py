@@ -157,11 +157,17 @@ def layer_norm(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.layer_norm`, whose result its consumer can rebuild.
+    """`torch.nn.functional.layer_norm`, whose result its consumer can rebuild. Statistics are float32.
 
-    Shapes: input (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the input's dtype. The
-    result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
-    Raises what torch raises. Statistics are float32.
+    The result has the shape of input and the dtype that torch returns. Raises what torch raises.
+
+    Args:
+        input: (*, *normalized_shape).
+        normalized_shape: The last dimensions, over which mean and variance are taken.
+        weight: Of normalized_shape, float32 or of the input's dtype, or None.
+        bias: Like weight.
+        eps: Added to the variance.
+    PREFER
     """
     y = None
     if not compiling() and normalized_shape is not None:

@@ -185,12 +185,18 @@ def linear(
     prefer: str = "auto",
     exact: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.linear`, which keeps a recipe of its input if there is one.
+    """`torch.nn.functional.linear`, which keeps a recipe of its input if there is one. Raises what torch raises.
 
-    Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
-    result keep nothing of it, and it is recomputed in backward. prefer: "auto" | "memory" | "speed" (`hfnn.convert`):
-    the input size from which casts are not kept under autocast. exact: gradients are bitwise equal to torch's also on a
-    GPU under autocast. Raises what torch raises.
+    Args:
+        input: (*, in).
+        weight: (out, in).
+        bias: (out,) or None.
+        recompute: Whether consumers keep nothing of the result, which backward then computes again.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`: from which size casts are not kept under autocast.
+        exact: Whether gradients are bitwise equal to torch's also on a GPU under autocast.
+
+    >>> hfnn.functional.linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]]))
+    tensor([11.])
     """
     # If there is nothing to gain, torch's op runs in this line.
     y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True, False)

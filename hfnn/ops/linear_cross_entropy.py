@@ -421,6 +421,9 @@ def linear_cross_entropy(
     require. If cuBLAS is slow for the vocabulary (rows not divisible by 16 bytes), a copy of the weight is needed in
     addition. prefer: "auto" | "memory" | "speed"; small problems are left to torch. Raises ValueError for arguments
     that do not fit together, and what torch raises.
+
+    >>> hfnn.functional.linear_cross_entropy(torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.tensor([0]))
+    tensor(0.3133)
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)

@@ -159,6 +159,9 @@ def linear_log_probs(
     (float64 for float64): the logarithm of the probability of `target`, and the entropy in nats; 0 where target is
     ignore_index. logit_scale is 1 / temperature. softcap, group, max_bytes, prefer: as in
     `hfnn.functional.linear_cross_entropy`. Raises ValueError for shapes that do not fit, and what torch raises.
+
+    >>> hfnn.functional.linear_log_probs(torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.tensor([0]))
+    (tensor([-0.3133]), tensor([0.5822]))
     """
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
     head.check(input, linear_weight, target)

@@ -40,10 +40,14 @@ def log_softmax(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.log_softmax`; kernels work along the last dimension, torch's own op along others.
+    """`torch.nn.functional.log_softmax`. Sums are float32. Raises what torch raises.
 
-    Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+    Args:
+        input: (*, C). The result has its shape.
+        dim: Where exponentials are summed. Kernels work along the last dimension, torch's own op along others.
+        _stacklevel: As in torch.
+        dtype: Of the result; None: as torch chooses it.
+    PREFER
     """
     y = softmax.along_last(OP, input, dim, dtype, True, prefer)
     return nn.functional.log_softmax(input, dim, _stacklevel, dtype) if y is None else y

@@ -191,14 +191,25 @@ def masked_softmax(
     dtype: torch.dtype | None = None,
     prefer: str = "auto",
 ) -> Tensor:
-    """softmax(scale * input + mask) along `dim`, in one pass over memory; only the result is kept.
+    """softmax(scale * input + mask), in one pass over memory; only the result is kept.
 
-    Shapes: input (*); mask, None or of a shape that broadcasts to input's, is bool (True where an element counts) or
-    floating (added, and differentiable); it is not expanded in memory. The result has input's shape and `dtype`, or the
-    dtype that torch's softmax returns for input. 16-bit values are computed in float32, so `dtype=query.dtype` equals
-    transformers' `softmax(..., dtype=float32).to(query.dtype)`. A fully masked row is 0, not NaN. Kernels work along
-    the last dimension, torch's ops along others. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises
-    ValueError for a mask of another dtype or shape.
+    16-bit values are computed in float32, so `dtype=query.dtype` equals transformers' `softmax(...,
+    dtype=float32).to(query.dtype)`. A fully masked row is 0, not NaN.
+
+    Args:
+        input: Of any shape, which the result has.
+        mask: None, or of a shape that broadcasts to input's; bool (True where an element counts) or floating (added,
+            and differentiable). It is not expanded in memory.
+        scale: A factor of input.
+        dim: Where exponentials are summed. Kernels work along the last dimension, torch's ops along others.
+        dtype: Of the result; None: that of torch's softmax of input.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: A mask of another dtype or shape.
+
+    >>> hfnn.functional.masked_softmax(torch.zeros(1, 3), torch.tensor([True, False, True]))
+    tensor([[0.5000, 0.0000, 0.5000]])
     """
     if mask is not None:
         _check(input, mask)
@@ -218,9 +229,20 @@ def causal_softmax(
 ) -> Tensor:
     """`masked_softmax` along the last dimension, where key j of query i counts if j <= i + offset; others are not read.
 
-    Shapes: input (*, T, S). offset: an int; by default S - T, so that the last query sees all keys, as in transformers'
-    eager masks. `mask` is for further exclusions (padding); mask, dtype and prefer are as in `masked_softmax`. Raises
-    ValueError for an input of fewer than two dimensions or an offset that is not an int, and as `masked_softmax` does.
+    Args:
+        input: (*, T, S).
+        scale: A factor of input.
+        mask: Further exclusions, as padding; as in `masked_softmax`.
+        offset: An int; None: S - T, so that the last query sees all keys, as in transformers' eager masks.
+        dtype: Of the result; None: that of torch's softmax of input.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: input has fewer than two dimensions, offset is not an int, or mask as in `masked_softmax`.
+
+    >>> hfnn.functional.causal_softmax(torch.zeros(2, 3))
+    tensor([[0.5000, 0.5000, 0.0000],
+            [0.3333, 0.3333, 0.3333]])
     """
     if input.dim() < 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: give scores of shape (..., queries, keys)")

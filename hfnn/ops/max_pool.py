@@ -281,8 +281,17 @@ def max_pool1d(
 ) -> Tensor | Any:
     """`torch.nn.functional.max_pool1d`, keeping 2 to 8 bits an output instead of its input and indices.
 
-    Shapes: input (N, C, L) or (C, L). Windows of more than 256 positions, and return_indices=True, are left to torch's
-    own op. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, L) or (C, L).
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Positions at each end that are never the largest.
+        dilation: The step between elements of a window.
+        ceil_mode: Whether windows may reach beyond the end.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+    PREFER
     """
     if return_indices:
         return nn.functional.max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode, True)
@@ -306,9 +315,21 @@ def max_pool2d(
 ) -> Tensor | Any:
     """`torch.nn.functional.max_pool2d`, keeping 2 to 8 bits an output instead of its input and indices.
 
-    Shapes: input (N, C, H, W) or (C, H, W); the result is channels_last where a batched input is. Windows of more than
-    256 positions, and return_indices=True, are left to torch's own op. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises what torch raises.
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W); the result is channels_last where a batched input is.
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Positions at each end that are never the largest.
+        dilation: The step between elements of a window.
+        ceil_mode: Whether windows may reach beyond the end.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.max_pool2d(torch.arange(16.0).view(1, 1, 4, 4), 2)
+    tensor([[[[ 5.,  7.],
+              [13., 15.]]]])
     """
     if return_indices:
         return nn.functional.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, True)
@@ -332,7 +353,17 @@ def max_pool3d(
 ) -> Tensor | Any:
     """`torch.nn.functional.max_pool3d`, keeping 2 to 8 bits an output instead of its input and indices.
 
-    Shapes: input (N, C, D, H, W) or (C, D, H, W); else as `max_pool2d`.
+    Windows of more than 256 positions are left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        kernel_size: Of the windows.
+        stride: Of the windows; None: kernel_size.
+        padding: Positions at each end that are never the largest.
+        dilation: The step between elements of a window.
+        ceil_mode: Whether windows may reach beyond the end.
+        return_indices: Whether torch's own op runs, and also returns the positions of the maxima.
+    PREFER
     """
     if return_indices:
         return nn.functional.max_pool3d(input, kernel_size, stride, padding, dilation, ceil_mode, True)

@@ -101,10 +101,16 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """`torch.nn.functional.nll_loss`, which does not keep its input for backward.
+    """`torch.nn.functional.nll_loss`, which does not keep its input for backward. Raises what torch raises.
 
-    Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 without the classes' dimension; weight (C,) or None. The
-    result is a scalar, or has target's shape for reduction="none". Raises what torch raises.
+    Args:
+        input: Logarithms of probabilities, (C), (N, C) or (N, C, d1, ...).
+        target: int64, without the classes' dimension.
+        weight: (C,) or None.
+        size_average: Deprecated, as in torch.
+        ignore_index: The class of rows that do not count.
+        reduce: Deprecated, as in torch.
+        reduction: "mean", "sum", or "none": of target's shape.
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)

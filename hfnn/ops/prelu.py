@@ -86,8 +86,12 @@ def _along(weight, x):
 def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
     """`torch.nn.functional.prelu`; keeps one bit per element instead of the input if weight requires no gradient.
 
-    Shapes: input any, weight one element or as many as dimension 1 of input has; the result has the shape of input.
-    prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    The result has the shape of input. Raises what torch raises.
+
+    Args:
+        input: Of any shape.
+        weight: The slope for x < 0: one element, or as many as dimension 1 of input has.
+    PREFER
     """
     if _passes(input, prefer):
         return _prelu(input, weight)

@@ -75,10 +75,13 @@ def _compute(x, p, drawn, kernel):
 
 
 def relu_dropout(input: Tensor, p: float = 0.5, training: bool = True, *, prefer: str = "auto") -> Tensor:
-    """`dropout(relu(input), p, training)`, which keeps only its result.
+    """`dropout(relu(input), p, training)`, which keeps only its result. Raises what torch raises.
 
-    Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). If p is 0 or 1, or training is False, torch's own ops run. Raises what torch raises.
+    Args:
+        input: Of any shape and dtype, which the result has.
+        p: The probability of a zero, in [0, 1], exact to 2^-32. For 0 and 1 torch's own ops run.
+        training: Whether there is dropout. Without it torch's own ops run.
+    PREFER
     """
     if not training or not 0 < p < 1:
         return nn.functional.dropout(torch.relu(input), p, training)

@@ -150,11 +150,19 @@ def rms_norm(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm`, whose result its consumer can rebuild.
+    """`torch.nn.functional.rms_norm`, whose result its consumer can rebuild. The statistic is float32.
 
-    Shapes: input (*, *normalized_shape); weight normalized_shape or None, float32 or of the input's dtype. The result
-    has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
-    Raises what torch raises. The statistic is float32.
+    The result has the shape of input and the dtype that torch returns. Raises what torch raises.
+
+    Args:
+        input: (*, *normalized_shape).
+        normalized_shape: The last dimensions, over which the mean of squares is taken.
+        weight: Of normalized_shape, float32 or of the input's dtype, or None.
+        eps: Added to the mean of squares; None: as torch chooses it.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.rms_norm(torch.tensor([[3.0, 4.0]]), (2,))
+    tensor([[0.8485, 1.1314]])
     """
     y = None
     if not compiling() and normalized_shape is not None:

@@ -307,6 +307,10 @@ class LSTM(_Module, nn.LSTM):
 
     With prefer="memory" it keeps its input and about sqrt(T) states for backward. Packed sequences, and dropout between
     layers on a GPU, are left to torch. Raises what torch raises.
+
+    >>> y, (h, c) = hfnn.LSTM(4, 8, batch_first=True)(torch.zeros(2, 5, 4))
+    >>> y.shape, h.shape
+    (torch.Size([2, 5, 8]), torch.Size([1, 2, 8]))
     """
 
 

@@ -255,13 +255,28 @@ def rope(
 ) -> tuple[Tensor, Tensor | None]:
     """(query, key) rotated by position, in one pass; only cos and sin are kept for backward.
 
-    Shapes: query (B, H, S, D), key (B, G, S, D) or None (then its result is None), or (B, S, H, D) and (B, S, G, D)
-    with layout="bshd"; any strides, whose order the results have. cos, sin (S, W), (1, S, W) or (B, S, W), or with
-    position_ids (B, S), int64 or int32, tables (P, W) that position_ids index. The first R = `rotary_dim` (None: W)
-    columns are rotated; W is R, as in transformers, or R / 2 if both columns of a pair share one angle. interleaved:
-    pairs (2 i, 2 i + 1) instead of (i, i + R / 2). The results have the dtype of `query * cos`, rounded once; for
-    float32 they are bitwise equal to torch's formula. If cos or sin requires grad, torch's formula computes it. prefer:
-    "auto" | "memory" | "speed" (`hfnn.convert`). Raises ValueError for an unknown layout, and what torch raises.
+    The results have the strides' order of query and key and the dtype of `query * cos`, rounded once; for float32 they
+    are bitwise equal to torch's formula. If cos or sin requires grad, torch's formula computes it. Raises what torch
+    raises.
+
+    Args:
+        query: (B, H, S, D) of any strides, or (B, S, H, D) with layout="bshd".
+        key: (B, G, S, D), or (B, S, G, D), or None; then its result is None.
+        cos: (S, W), (1, S, W) or (B, S, W); with position_ids a table (P, W). W is R, as in transformers, or R / 2 if
+            both columns of a pair share one angle.
+        sin: Like cos.
+        position_ids: (B, S), int64 or int32, rows of the tables; or None.
+        rotary_dim: R, the first columns, which are rotated; None: W.
+        interleaved: Whether pairs are (2 i, 2 i + 1) instead of (i, i + R / 2).
+        layout: "bhsd" or "bshd".
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: An unknown layout.
+
+    >>> cos, sin = torch.zeros(1, 2), torch.ones(1, 2)  # a quarter turn
+    >>> hfnn.functional.rope(torch.tensor([[[[1.0, 2.0]]]]), None, cos, sin)[0]
+    tensor([[[[-2.,  1.]]]])
     """
     check_layout(layout)
     turn = rotary_dim, interleaved, layout
@@ -282,10 +297,16 @@ def apply_rotary_pos_emb(
     interleaved: bool = False,
     prefer: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of transformers' models: (q, k) rotated by cos and sin (B, S, R), R the width of a head.
+    """`apply_rotary_pos_emb` of transformers' models: (q, k) rotated by cos and sin. Raises what torch raises.
 
-    unsqueeze_dim: the dimension of the heads, 1 or 2 of q's four dimensions. interleaved, prefer: as in `rope`. Raises
-    what torch raises.
+    Args:
+        q: Of four dimensions, the last of width R.
+        k: Like q.
+        cos: (B, S, R).
+        sin: (B, S, R).
+        unsqueeze_dim: The dimension of the heads in q and k, 1 or 2.
+        interleaved: As in `rope`.
+    PREFER
     """
     if not _passes(q, prefer) and cos.dim() == 3 and q.dim() == 4 and unsqueeze_dim in (1, 2, -2, -3):
         layout = "bhsd" if unsqueeze_dim in (1, -3) else "bshd"

@@ -106,9 +106,16 @@ def rrelu(
 ) -> Tensor:
     """`torch.nn.functional.rrelu`; keeps one bit per element and a seed instead of the input and the slopes.
 
-    Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). The
-    slopes differ from those that torch draws from the same seed. With inplace=True, and inside CUDA graph capture,
-    torch's own op runs. Raises what torch raises.
+    The slopes differ from those that torch draws from the same seed. Inside CUDA graph capture torch's own op runs.
+    Raises what torch raises.
+
+    Args:
+        input: Of any shape and dtype, which the result has.
+        lower: Of slopes for x < 0.
+        upper: Of slopes for x < 0.
+        training: Whether slopes are random. Otherwise they are (lower + upper) / 2.
+        inplace: Whether torch's own op runs, and writes the result to input.
+    PREFER
     """
     if not training and not inplace and lower <= upper and not torch._C._are_functorch_transforms_active():
         return piecewise.leaky_relu(input, (lower + upper) / 2, prefer=prefer)

@@ -263,9 +263,13 @@ def where(
 ) -> Tensor | Any:
     """`torch.where`, keeping an eighth of a byte an element for a mask instead of a byte.
 
-    Shapes: condition (bool) broadcasts to that of input and other, which have one shape and dtype, or of which one is a
-    number; anything else is left to torch's own op. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what
-    torch raises.
+    Anything else than the following is left to torch's own op. Raises what torch raises.
+
+    Args:
+        condition: bool; broadcasts to the shape of input and other.
+        input: Of the shape and dtype of other, or a number.
+        other: Of the shape and dtype of input, or a number.
+    PREFER
     """
     if input is None or other is None:
         return _where(condition, *(value for value in (input, other) if value is not None))
@@ -317,8 +321,13 @@ class _MaskedFill(Function):
 def masked_fill(input: Tensor, mask: Tensor, value: Tensor | float, *, prefer: str = "auto") -> Tensor:
     """`torch.masked_fill`, keeping an eighth of a byte an element for the mask instead of a byte.
 
-    Shapes: mask (bool) broadcasts to that of input; value is a number, or a tensor of one that needs no gradient.
-    Others are left to torch's own op. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Anything else than the following is left to torch's own op. Raises what torch raises.
+
+    Args:
+        input: Of any shape.
+        mask: bool; broadcasts to that of input.
+        value: A number, or a tensor of one that needs no gradient.
+    PREFER
     """
     kernel = None if _masked_fill_passes(input, prefer) else MASKED_FILL.select(input, prefer=prefer)
     if kernel is None or not (input.requires_grad and torch.is_grad_enabled()) or not _broadcasts(mask, input):
@@ -360,12 +369,16 @@ class _Gather(Function):
 
 
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False, prefer: str = "auto") -> Tensor:
-    """`torch.gather`, keeping the index and not the input.
+    """`torch.gather`, keeping the index and not the input. Raises what torch raises.
 
-    y[i, j] = x[i, index[i, j]], dx[i, k] = sum of dy[i, j] over the j with index[i, j] = k    (dim 1 of two)
+        y[i, j] = x[i, index[i, j]], dx[i, k] = sum of dy[i, j] over the j with index[i, j] = k    (dim 1 of two)
 
-    Shapes: as torch's. Sparse gradients are left to torch's own op. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises what torch raises.
+    Args:
+        input: Of any shape.
+        dim: Along which the index counts.
+        index: int64, as in torch; the result has its shape.
+        sparse_grad: With it torch's own op runs.
+    PREFER
     """
     if sparse_grad or not takes(input, prefer) or not is_plain(index) or type(dim) is not int:
         return _gather(input, dim, index, sparse_grad=sparse_grad)

@@ -10,7 +10,7 @@ def abs(input: torch.Tensor, *, prefer: str = 'auto') -> torch.Tensor:
     """`torch.abs`, keeping the sign, two bits an element, instead of its input."""
 
 def gather(input: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False, prefer: str = 'auto') -> torch.Tensor:
-    """`torch.gather`, keeping the index and not the input."""
+    """`torch.gather`, keeping the index and not the input. Raises what torch raises."""
 
 def masked_fill(input: torch.Tensor, mask: torch.Tensor, value: torch.Tensor | float, *, prefer: str = 'auto') -> torch.Tensor:
     """`torch.masked_fill`, keeping an eighth of a byte an element for the mask instead of a byte."""

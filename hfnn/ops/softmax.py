@@ -108,10 +108,17 @@ def softmax(
     *,
     prefer: str = "auto",
 ) -> Tensor:
-    """`torch.nn.functional.softmax`; kernels work along the last dimension, torch's own op along others.
+    """`torch.nn.functional.softmax`. Sums are float32. Raises what torch raises.
 
-    Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+    Args:
+        input: (*, C). The result has its shape.
+        dim: Where exponentials are summed. Kernels work along the last dimension, torch's own op along others.
+        _stacklevel: As in torch.
+        dtype: Of the result; None: as torch chooses it.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    >>> hfnn.functional.softmax(torch.tensor([0.0, 0.0]), dim=-1)
+    tensor([0.5000, 0.5000])
     """
     y = along_last(OP, input, dim, dtype, False, prefer)
     return nn.functional.softmax(input, dim, _stacklevel, dtype) if y is None else y

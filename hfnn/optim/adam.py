@@ -58,4 +58,11 @@ class AdamW(Adam, torch.optim.AdamW):
 
     Raises:
         ValueError: An option has no such value.
+
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = hfnn.optim.AdamW([w], lr=0.1)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8990, 0.8990])
     """

@@ -72,6 +72,15 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
             `optimizer.step()` (gradient accumulation; checkpoints with `use_reentrant=True` around a tied parameter);
             `optimizer.step(closure)`; parameters that are not sharded in a process group of several ranks (DDP averages
             gradients later). Or the optimizer is not hfnn's.
+
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = hfnn.optim.SGD([w], lr=0.5)
+    >>> handle = hfnn.optim.step_in_backward(optimizer)
+    >>> w.sum().backward()
+    >>> w.detach(), w.grad
+    (tensor([0.5000, 0.5000]), None)
+    >>> optimizer.step()
+    >>> handle.remove()
     """
     if not isinstance(optimizer, Fused):
         name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"

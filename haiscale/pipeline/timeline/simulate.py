@@ -119,6 +119,10 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
         ValueError: The schedule cannot run, and why: actions that are missing, repeated or on the wrong rank, messages
             received in another order than sent, or ranks that wait for each other.
+
+    >>> schedule = haiscale.pipeline.SCHEDULES["1f1b"](2, 3)  # stages, microbatches
+    >>> haiscale.pipeline.predict(schedule).bubble
+    (0.25, 0.25)
     """
     costs, chunks = costs or Costs(), len(schedule.placement)
     times, sizes = costs.times(chunks), costs.each("activation", chunks)

@@ -221,6 +221,11 @@ def scaled_dot_product_attention(
     A query that sees no key gives 0, as in torch. Dropout draws 16-bit numbers: p is exact to 2^-16, and kept values
     are scaled by this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and
     ValueError for wrong options of the list above.
+
+    >>> q = k = torch.ones(1, 1, 3, 1)  # every visible key counts alike
+    >>> v = torch.tensor([1.0, 3.0, 5.0]).view(1, 1, 3, 1)
+    >>> hfnn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, window=(1, 0)).flatten()
+    tensor([1., 2., 4.])
     """
     # If all of them are None:
     if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (
