@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,27 @@ def test_examples_run(name):
     test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), scope, name, None, None)
     result = doctest.DocTestRunner().run(test)
     assert result.attempted and not result.failed
+
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_guide_for_authors_names_what_there_is():
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \|", GUIDE, re.M)
+    assert 0 < len(rows) <= 16
+    pattern = r"\b{}\b(\(| =|:| \{{)"
+    assert not [row for row in rows if not re.search(pattern.format(row[0]), (ROOT / row[1]).read_text())]
+
+
+def test_the_lines_of_the_worked_row_are_those_of_the_files():
+    found = ""
+    diff = GUIDE.partition("```diff\n")[2].partition("```")[0].splitlines()
+    for line in diff:
+        if line.startswith("--- "):
+            found = (ROOT / line[4:]).read_text().splitlines()
+        else:
+            assert line[1:] in found, line
+    assert len(diff) > 10
 
 
 def check(version: str) -> list[str]:
