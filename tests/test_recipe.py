@@ -301,3 +301,26 @@ def test_a_wide_gelu_is_rebuilt_into_a_cast(form, dtype, low, device):
     assert torch.equal(y, want)
     (dx,), (dwide,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(want, wide, dy)
     assert torch.equal(dx, dwide.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)], ids=lambda m: type(m).__name__
+)
+def test_a_checkpoint_in_a_functional_call_with_frozen_weights(norm):
+    """Its second forward, after the call, finds parameters where the first one had tensors."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = copy.deepcopy(norm).requires_grad_(False), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return checkpoint(lambda x: self.linear(self.norm(x)), x, use_reentrant=False)
+
+    stock, x = nn.Sequential(nn.Linear(16, 16), Block()), torch.randn(4, 16)
+    grads = []
+    for model in stock, hfnn.convert(copy.deepcopy(stock), prefer="memory"):
+        given = {name: p * 1 if p.requires_grad else p.detach() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, given, x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*grads)

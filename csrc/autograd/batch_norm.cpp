@@ -316,13 +316,13 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
   if (grad) {
     auto node = make_node<BatchNormRoom>();
     node->inputs[BatchNormRoom::kX].take_or_save(x);
-    keep_parameter(node->inputs[BatchNormRoom::kWeight], *call.weight, is_parameter(args[3]), &Kept::save);
+    keep_parameter(node->inputs[BatchNormRoom::kWeight], *call.weight, is_source(args[3]), &Kept::save);
     // Without an activation, only rebuilding y reads the bias, so it may be written to before backward.
     Kept& bias = node->inputs[BatchNormRoom::kBias];
     if (call.kind) {
-      keep_parameter(bias, *call.bias, is_parameter(args[4]), &Kept::save);
+      keep_parameter(bias, *call.bias, is_source(args[4]), &Kept::save);
     } else if (!call.residual->defined()) {
-      keep_parameter(bias, *call.bias, is_parameter(args[4]), &Kept::hold);
+      keep_parameter(bias, *call.bias, is_source(args[4]), &Kept::hold);
     }
     node->inputs[BatchNormRoom::kMean].save(mean, true);
     node->inputs[BatchNormRoom::kRstd].save(rstd, true);

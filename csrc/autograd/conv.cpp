@@ -213,7 +213,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
     if (low.defined()) node->inputs[0].save(low);
     if (frozen && x->scalar_type() == dtype) node->unread.emplace(*x);
     // If the cast weight is not kept and no gradient reads it, writes to the weight do not matter.
-    if (!node->casts_weight) node->inputs[1].save(*given, is_parameter(args[1]));
+    if (!node->casts_weight) node->inputs[1].save(*given, is_source(args[1]));
     if (node->casts_weight && x->requires_grad()) node->inputs[1].refer(*given);
   };
   const bool late = profiles_flops();  // as in linear.cpp

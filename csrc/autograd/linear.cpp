@@ -280,9 +280,9 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
     if (!taken && (to_weight || recompute)) node->inputs[0].save(recompute ? *x : low);
     if (x->requires_grad() || recompute) {
       Kept& kept = node->inputs[1];
-      weight.scalar_type() == dtype ? kept.save(weight, is_parameter(args[1])) : kept.refer(weight);
+      weight.scalar_type() == dtype ? kept.save(weight, is_source(args[1])) : kept.refer(weight);
     }
-    if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
+    if (recompute) node->inputs[2].save(*bias, is_source(args[2]));
   };
   // A checkpoint's second forward ends at the last tensor that is saved: as in torch, before the product, which a
   // profiler counts nevertheless.

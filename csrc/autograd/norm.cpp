@@ -128,7 +128,7 @@ struct NormRoom : Room {
 // The arguments of a call that fits.
 struct NormCall {
   const Tensor *weight, *bias;
-  bool parameters[2];  // whether weight, bias are parameters
+  bool parameters[2];  // whether weight, bias are sources
   int64_t dims = 1, cols;
   double eps, offset;
   ScalarType out;
@@ -161,8 +161,8 @@ static bool read(const NormTable& table, const Tensor& x, PyObject* const* args,
       x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
   call.eps = args[3] == Py_None ? least : PyFloat_AS_DOUBLE(args[3]);
   call.offset = PyFloat_AsDouble(args[4]);
-  call.parameters[0] = is_parameter(args[1]);
-  call.parameters[1] = is_parameter(args[2]);
+  call.parameters[0] = is_source(args[1]);
+  call.parameters[1] = is_source(args[2]);
   return true;
 }
 

@@ -14,6 +14,11 @@ bool profiles_flops();
 inline bool is_parameter(PyObject* argument) {
   return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
 }
+// Whether a checkpoint of torch sees the tensors that are saved now. Needs the GIL.
+bool in_checkpoint();
+// Whether y may be rebuilt from a weight that is not in the graph: a parameter. A checkpoint's second forward may find
+// a parameter where the first one had a tensor (torch.func.functional_call), and must save as many tensors.
+inline bool is_source(PyObject* weight) { return is_parameter(weight) || in_checkpoint(); }
 // Keeps a weight or bias, in the grad mode of the forward. keep: Kept::save or Kept::hold. A parameter that may be
 // resharded is copied, because a consumer may rebuild y when the parameter's memory is gone.
 inline void keep_parameter(Kept& kept, const Tensor& p, bool parameter, void (Kept::*keep)(const Tensor&, bool)) {
@@ -55,9 +60,6 @@ void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const Dr
 // x in `dtype`, differentiable. For a tensor in the graph, consecutive consumers share one cast while one of them keeps
 // it. Any other tensor may be refilled without a new version, so its cast is not shared.
 Tensor shared_cast(const Tensor& x, ScalarType dtype);
-
-// Whether a checkpoint of torch sees the tensors that are saved now. Needs the GIL.
-bool in_checkpoint();
 
 // The weight that a node keeps under autocast: a parameter, or a leaf of the graph, as it is. Any other one may live
 // for this node alone, and is cast, which is what torch keeps. Not in a checkpoint: its second forward may find a

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
-from hfnn.core import bits
+from hfnn.core import bits, context
 from hfnn.core.counter import counter
 from hfnn.core.function import of_many, written_to
 from hfnn.core.native import extension as native
@@ -316,7 +316,7 @@ def save(ctx, *sources: "torch.Tensor | Token | None", made: tuple = ()) -> None
         elif x.requires_grad:
             bits.keeps_whole(x)
         else:
-            sound = False
+            sound = sound and context.in_checkpoint()  # as is_source does in C++
     if sound and parameters_may_be_resharded():
         tensors = [_own_copy(x) if isinstance(x, torch.nn.Parameter) else x for x in tensors]
     ctx.save_for_backward(*tensors)
