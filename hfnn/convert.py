@@ -117,31 +117,38 @@ def convert(
 
     The swapped modules are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were
     proved to compute the same (hfnn/patterns). `hfnn.report(model)` lists each module, with the reason if it was left
-    alone. only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; it also selects
-    everything inside a module), a class, a function of (name, module). prefer: "memory" uses hfnn's kernels at any
-    size, "speed" only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm":
-    feed-forward networks do not keep the first products, the widest tensors of a transformer, but recompute them in
-    backward. Converting again only changes these options, and examines again modules that returned to their own
-    forward. Raises ValueError for an option with another value than those named here, and for a pattern that matches no
-    module.
+    alone. Converting again only changes the options, and examines again modules that returned to their own forward.
 
-    exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it,
-    gradients of float32 tensors are not rounded to 16 bits for large inputs, which is faster (hfnn/ops/linear.py).
-
-    defer=False: language models compute the logits of every call. Otherwise logits that only a loss needs are computed
-    when they are read, which raises an error if the weights were written to by hand before the loss's backward.
-
-    capture=True: on a GPU, the model's forward and backward are replayed as CUDA graphs, after three uncaptured calls
-    with the same shapes (hfnn/capture). The training loop stays as it is. Calls that cannot be replayed run uncaptured,
-    and `hfnn.report` counts them with their reasons. On the CPU it has no effect, and a message says so. Converting
-    again without it ends it. hfnn's dropout draws other masks than without capture.
-
-    optimizer: an optimizer of torch.optim whose class is in hfnn.optim, or a subclass that inherits its step. It
-    becomes hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was
-    made for it. `convert(optimizer)` converts it alone and returns it; `convert(model, optimizer)` returns both.
-    options: those of `hfnn.optim` (`state_dtype="8bit"`, ...), which may also be set on a converted optimizer. An
+    `convert(optimizer)` converts an optimizer alone and returns it; `convert(model, optimizer)` returns both. An
     optimizer that cannot be converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; with
-    options it raises ValueError. If accelerate prepared it with a GradScaler, pass the object that accelerate returned.
+    options it raises ValueError.
+
+    Args:
+        model: A module, or an optimizer of torch.optim.
+        optimizer: One whose class is in hfnn.optim, or a subclass that inherits its step. It becomes hfnn's, in place,
+            with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for it. If
+            accelerate prepared it with a GradScaler, pass the object that accelerate returned.
+        only: What is converted; one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; it also
+            selects everything inside a module), a class, a function of (name, module). None: everything.
+        skip: What is left alone, likewise.
+        prefer: "memory" uses hfnn's kernels at any size, "speed" only where they are faster, "auto" where they are
+            faster or save megabytes.
+        recompute: "gemm": feed-forward networks do not keep the first products, the widest tensors of a transformer,
+            but recompute them in backward. None: they keep them.
+        exact: Whether, on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order.
+            Otherwise gradients of float32 tensors are not rounded to 16 bits for large inputs, which is faster.
+        defer: Whether logits that only a loss needs are computed when they are read, which raises an error if the
+            weights were written to by hand before the loss's backward. Otherwise language models compute the logits of
+            every call.
+        capture: Whether, on a GPU, the model's forward and backward are replayed as CUDA graphs, after three uncaptured
+            calls with the same shapes. The training loop stays as it is. Calls that cannot be replayed run uncaptured,
+            and `hfnn.report` counts them with their reasons. On the CPU it has no effect, and a message says so.
+            Converting again without it ends it. hfnn's dropout draws other masks than without capture.
+        options: Those of `hfnn.optim` for the optimizer (`state_dtype="8bit"`, ...), which may also be set on a
+            converted one.
+
+    Raises:
+        ValueError: An option has another value than those named here, or a pattern matches no module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     >>> hfnn.convert(model) is model, isinstance(model[1], hfnn.LayerNorm)
@@ -202,10 +209,15 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None) -> 
     """Give every converted module its original class again, in place; returns its argument.
 
     hfnn's own classes become torch's, even if the model was built with them. `hfnn.MLP` and `hfnn.GatedMLP` stay,
-    because torch has no class for them; only their parts change. Raises ValueError and changes nothing if something
-    that also changes classes (`fully_shard`) has wrapped a converted module since, or if something has replaced a
-    look-alike's forward on the instance.
-    An optimizer becomes torch's, with states as torch keeps them; 8-bit and 4-bit states are decoded.
+    because torch has no class for them; only their parts change.
+
+    Args:
+        model: A module, or an optimizer.
+        optimizer: Becomes torch's, with states as torch keeps them; 8-bit and 4-bit states are decoded.
+
+    Raises:
+        ValueError: Something that also changes classes (`fully_shard`) has wrapped a converted module since, or has
+            replaced a look-alike's forward on the instance. Nothing is changed then.
 
     >>> model = hfnn.convert(torch.nn.Sequential(torch.nn.LayerNorm(8)))
     >>> type(hfnn.revert(model)[0])

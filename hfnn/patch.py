@@ -260,13 +260,19 @@ def _renew() -> None:
 def patch_torch(only: str | Iterable[str] | None = None, prefer: str = "auto") -> Patch:
     """Route torch.nn.functional's functions, and their equivalents in torch (torch.softmax, ...), to hfnn.functional's.
 
-    For code that cannot be converted: `with hfnn.patch_torch(): ...`, `@hfnn.patch_torch()` on a function, or
-    `patch = hfnn.patch_torch(); patch.start(); ...; patch.stop()`. It applies only to this thread and to backward
-    passes started in it, and may be nested. It affects functions that are looked up when they are called:
-    `nn.functional.gelu(x)`, `F.gelu(x)`, torch's own modules; but not `x.softmax(-1)`, nor a name imported before
-    (`from ... import gelu`). A function that other code has replaced is left alone. Under torch.compile, torch's own
-    functions run. With activation checkpointing, backward must also run inside, because it must recompute with the same
-    functions. only: one or several names; prefer: as in `hfnn.convert`. Raises ValueError for unknown names and values.
+    For code that cannot be converted: `with hfnn.patch_torch(): ...`, `@hfnn.patch_torch()` on a function, or `patch =
+    hfnn.patch_torch(); patch.start(); ...; patch.stop()`. It applies only to this thread and to backward passes started
+    in it, and may be nested. It affects functions that are looked up when they are called: `nn.functional.gelu(x)`,
+    `F.gelu(x)`, torch's own modules; but not `x.softmax(-1)`, nor a name imported before (`from ... import gelu`). A
+    function that other code has replaced is left alone. Under torch.compile, torch's own functions run. With activation
+    checkpointing, backward must also run inside, because it must recompute with the same functions.
+
+    Args:
+        only: One or several names; None: all.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: An unknown name or value.
     """
     names = NAMES if only is None else (only,) if isinstance(only, str) else tuple(only)
     unknown = [name for name in names if name not in NAMES]

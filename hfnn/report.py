@@ -99,6 +99,11 @@ def report(model: nn.Module | Optimizer, *inputs: Any, **kwargs: Any) -> Report:
     kept for backward and of the time. So the cost of modules that were left alone is visible. The model, its buffers
     and torch's generators do not change. Raises what the forward raises.
 
+    Args:
+        model: A module, or an optimizer.
+        inputs: Of the forward that is measured.
+        kwargs: Of the forward that is measured.
+
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Flatten())
     >>> [(row.name, row.to is not None) for row in hfnn.report(hfnn.convert(model)).rows]
     [('0', True), ('1', False)]

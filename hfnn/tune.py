@@ -57,27 +57,33 @@ def tune(
 ) -> Tuning:
     """Run the model in each available way, print a table, and leave the model in the fastest one.
 
-    batches: two or more training batches, on the model's device; at most five are used. loss: a function of model and
-    batch, including autocast if you train with it. Without it, the model is called with the batch (its items, if it is
-    a dict, tuple or list) and must return the loss, or an object with a `loss`. steps: the number of calls of the model
-    still to come; compile time must be saved within them. optimizer: becomes hfnn's, as by `hfnn.convert`, if the
-    choice is a converted model; its own step is not timed.
-
-    budget: seconds for all candidates except stock (default: 300, or 2 % of stock's time for the remaining steps, if
-    that is less). Candidates that do not fit are not tried, and a running candidate is interrupted, in the main thread
-    only. memory: the peak bytes that a step may need above what is allocated before (default: the free memory of the
-    GPU, where optimizer states that do not exist yet count as free; no limit on the CPU). among: names of candidates,
-    or `Candidate`s; stock is always included. backend: torch.compile's.
-
     Afterwards parameters, gradients, buffers, modes, and the generators of torch, numpy and Python are unchanged, and
     the optimizer has made no step. With torch.distributed, call it on all ranks, before wrapping: a candidate must work
-    on each rank, the slowest rank counts, and rank 0 decides. The choice is kept in $XDG_CACHE_HOME/hfnn/tune.json for
-    equal models, batches, versions and GPUs (cache=False: neither read nor written). A choice of an earlier run is
-    compared with stock again, but not timed. A compiled candidate ends with `torch._dynamo.reset()`: everything else
-    compiled in the process is recompiled when it is called.
+    on each rank, the slowest rank counts, and rank 0 decides. A choice of an earlier run is compared with stock again,
+    but not timed. A compiled candidate ends with `torch._dynamo.reset()`: everything else compiled in the process is
+    recompiled when it is called.
 
-    Raises ValueError for a model that is already converted or compiled (except by `tune`), sharded or wrapped, whose
-    gradients have hooks, or whose loss is not one finite number. Raises what stock itself raises.
+    Args:
+        model: A module that is not converted, compiled (except by `tune`), sharded or wrapped.
+        batches: Two or more training batches, on the model's device; at most five are used.
+        steps: The number of calls of the model still to come; compile time must be saved within them.
+        optimizer: Becomes hfnn's, as by `hfnn.convert`, if the choice is a converted model; its own step is not timed.
+        loss: A function of model and batch, including autocast if you train with it. None: the model is called with the
+            batch (its items, if it is a dict, tuple or list) and must return the loss, or an object with a `loss`.
+        budget: Seconds for all candidates except stock; None: 300, or 2 % of stock's time for the remaining steps, if
+            that is less. Candidates that do not fit are not tried, and a running candidate is interrupted, in the main
+            thread only.
+        memory: The peak bytes that a step may need above what is allocated before; None: the free memory of the GPU,
+            where optimizer states that do not exist yet count as free; no limit on the CPU.
+        among: Names of candidates, or `Candidate`s; stock is always included. None: all.
+        backend: As in torch.compile.
+        cache: Whether the choice is read from and kept in $XDG_CACHE_HOME/hfnn/tune.json, for equal models, batches,
+            versions and GPUs.
+        show: Whether the table is printed.
+
+    Raises:
+        ValueError: The model is of another kind, its gradients have hooks, or its loss is not one finite number. Errors
+            of stock itself are raised unchanged.
     """
     _check_options(steps, optimizer, loss, budget, memory, backend)
     one_of("cache", cache, (False, True))

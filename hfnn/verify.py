@@ -115,6 +115,11 @@ def verify(model: nn.Module, *inputs: Any, **kwargs: Any) -> Verification:
     Everything runs on copies without hooks, so the model, its gradients and torch's generators do not change. This
     takes the memory of another model in float64. A model that is not converted is converted for the comparison. Raises
     ValueError if dropout is active, because the two versions draw different masks, and if there is nothing to compare.
+
+    Args:
+        model: A module, converted or not.
+        inputs: Of its forward.
+        kwargs: Of its forward.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:

@@ -50,10 +50,16 @@ _force("torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
 
 @contextlib.contextmanager
 def use(name: str) -> Iterator[None]:
-    """Run every hfnn op inside the `with` block with one kind of kernel: "cpp", "cuda", "triton" or "torch".
+    """Run every hfnn op inside the `with` block with one kind of kernel.
 
-    A call that this kind cannot run raises `NoKernel` instead of falling back; "torch" turns hfnn's kernels off.
-    Raises ValueError for an unknown name. The choice is process-wide. A backward uses the choice of its forward.
+    A call that this kind cannot run raises `NoKernel` instead of falling back. The choice is process-wide. A backward
+    uses the choice of its forward.
+
+    Args:
+        name: "cpp", "cuda", "triton"; or "torch", which turns hfnn's kernels off.
+
+    Raises:
+        ValueError: An unknown name.
     """
     if name not in NAMES:
         raise ValueError(f"hfnn.use({name!r}): choose one of {', '.join(NAMES)}")

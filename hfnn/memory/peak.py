@@ -17,6 +17,10 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
     other devices it is the sum of live storages returned by torch's ops. Memory that an op allocates and frees within
     its own kernel is not seen. Do not use it for functions made by torch.compile: torch would run them uncompiled from
     then on.
+
+    Args:
+        fn: A function without arguments.
+        device: Whose memory is counted.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()

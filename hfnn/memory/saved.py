@@ -73,6 +73,9 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
     memory do not count. Memory that torch's ops hold in other ways (cuDNN's reserve space) is not seen. For a part
     under gradient checkpointing, only its inputs are kept.
 
+    Args:
+        fn: A function without arguments.
+
     >>> x = torch.ones(1024, requires_grad=True)
     >>> hfnn.memory.saved_bytes(lambda: torch.relu(x)).total
     4096

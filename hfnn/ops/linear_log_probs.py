@@ -155,10 +155,23 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) of softmax(linear(input, linear_weight, linear_bias)) without a tensor of logits.
 
-    Shapes: input (*, in), linear_weight (V, in), linear_bias (V,) or None, target (*) int64; both results (*), float32
-    (float64 for float64): the logarithm of the probability of `target`, and the entropy in nats; 0 where target is
-    ignore_index. logit_scale is 1 / temperature. softcap, group, max_bytes, prefer: as in
-    `hfnn.functional.linear_cross_entropy`. Raises ValueError for shapes that do not fit, and what torch raises.
+    Both results are (*), float32 (float64 for float64): the logarithm of the probability of `target`, and the entropy
+    in nats; 0 where target is ignore_index.
+
+    Args:
+        input: (*, in).
+        linear_weight: (V, in).
+        target: (*), int64.
+        linear_bias: (V,) or None.
+        ignore_index: The target of tokens that do not count.
+        softcap: As in `cross_entropy`.
+        logit_scale: 1 / temperature.
+        group: As in `linear_cross_entropy`.
+        max_bytes: As in `linear_cross_entropy`.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: Shapes do not fit. Errors of torch are raised unchanged.
 
     >>> hfnn.functional.linear_log_probs(torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.tensor([0]))
     (tensor([-0.3133]), tensor([0.5822]))

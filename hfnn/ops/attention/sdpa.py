@@ -200,27 +200,36 @@ def scaled_dot_product_attention(
 ) -> Tensor | Any:
     """`torch.nn.functional.scaled_dot_product_attention` with more options, in O(T + S) memory.
 
-    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as in torch.
-    attn_mask is boolean (True: attends) or additive, broadcast to (..., H, T, S), and may require a gradient. In
-    addition:
+    The result is (..., H, T, E). A query that sees no key gives 0, as in torch. Dropout draws 16-bit numbers: p is
+    exact to 2^-16, and kept values are scaled by this rounded p. Raises what torch raises.
 
-    * window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to
-      i + offset + right. is_causal is right = 0. offset: the position of the first query among the keys.
-    * softcap: c > 0; scores are c tanh(score / c), before anything is added.
-    * alibi: slopes (H,) or (B, H); slope |i + offset - j| is subtracted.
-    * sinks: (H,), one more logit in the denominator of each head; may want a gradient.
-    * lengths: int32 (B,), how many keys each batch element has, or (B, 2): its first key, and the one after its last.
-    * cu_seqlens: int32 (n + 1,), or two of them, for queries and for keys: B is 1, and sequence m is the rows
-      cu_seqlens[m] to cu_seqlens[m + 1], which only see each other. window, offset and is_causal count within it. Not
-      together with attn_mask or lengths.
-    * uniform: a query that sees no key weighs all keys alike, as if its pairs had got a finite number that absorbs
-      the scores, like the one that transformers' eager attention adds, in place of attn_mask and alibi. Not together
-      with cu_seqlens.
-    * return_lse: also the log-sum-exp of the scores (..., H, T), float32, differentiable.
+    Args:
+        query: (..., H, T, D).
+        key: (..., G, S, D).
+        value: (..., G, S, E).
+        attn_mask: Boolean (True: attends) or additive, broadcast to (..., H, T, S); may require a gradient.
+        dropout_p: The probability of dropout.
+        is_causal: The same as a window whose right is 0.
+        scale: Of the scores; None: 1 / sqrt(D).
+        enable_gqa: Whether G may be smaller than H, as in torch.
+        window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to i + offset +
+            right.
+        softcap: c > 0; scores are c tanh(score / c), before anything is added.
+        alibi: Slopes (H,) or (B, H); slope |i + offset - j| is subtracted.
+        sinks: (H,), one more logit in the denominator of each head; may require a gradient.
+        lengths: int32 (B,), how many keys each batch element has, or (B, 2): its first key, and the one after its last.
+        offset: The position of the first query among the keys.
+        cu_seqlens: int32 (n + 1,), or two of them, for queries and for keys: B is 1, and sequence m is the rows
+            cu_seqlens[m] to cu_seqlens[m + 1], which only see each other. window, offset and is_causal count within it.
+            Not together with attn_mask or lengths.
+        uniform: Whether a query that sees no key weighs all keys alike, as if its pairs had got a finite number that
+            absorbs the scores, like the one that transformers' eager attention adds, in place of attn_mask and alibi.
+            Not together with cu_seqlens.
+        return_lse: Whether the log-sum-exp of the scores (..., H, T), float32, differentiable, is also returned.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
 
-    A query that sees no key gives 0, as in torch. Dropout draws 16-bit numbers: p is exact to 2^-16, and kept values
-    are scaled by this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and
-    ValueError for wrong options of the list above.
+    Raises:
+        ValueError: Options do not fit together.
 
     >>> q = k = torch.ones(1, 1, 3, 1)  # every visible key counts alike
     >>> v = torch.tensor([1.0, 3.0, 5.0]).view(1, 1, 3, 1)
