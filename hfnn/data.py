@@ -82,11 +82,18 @@ class PackedCollator:
     transformers' own sdpa and eager attention read position_ids only if no cache is made. So use `use_cache=False`, as
     the Trainer does; otherwise sequences attend to each other.
 
-    max_tokens: raises ValueError for a larger batch. pad_to_multiple_of: tokens `pad_token` after the last sequence, up
-    to such a length, form a sequence of their own without labels; other values are padded with 0.
+    Args:
+        max_tokens: Of a batch; None: any.
+        pad_to_multiple_of: Tokens after the last sequence, up to such a length, form a sequence of their own without
+            labels; other values are padded with 0.
+        pad_token: Their id.
+        label_ignore: The label that does not count.
+        return_position_ids: Whether there are position_ids.
+        return_cu_seqlens: Whether there are cu_seqlens and what is derived from them.
 
-    Raises ValueError for features without input_ids, with different keys or lengths, or with padding, and for a batch
-    without tokens.
+    Raises:
+        ValueError: Features lack input_ids, have different keys or lengths, or padding; a batch has no tokens, or more
+            than max_tokens.
 
     >>> batch = hfnn.data.PackedCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     >>> batch["labels"], batch["position_ids"]
@@ -169,12 +176,21 @@ def _check_keys(sequences):
 class PackedBatchSampler(Sampler[list[int]]):
     """A `batch_sampler` for DataLoader: each batch is a bin of `pack(lengths, max_tokens)`.
 
-    lengths: the number of tokens of each element of the dataset. shuffle: in each epoch (`set_epoch`), sequences of
-    equal length change places and the batches get another order, by `seed`. rank, world_size: this process's share, by
-    default from torch.distributed if it is initialised. Pass 0 and 1 if something else distributes batches, as
-    accelerate does. All ranks have the same number of batches, len(sampler), in all epochs. Batches that do not divide
-    evenly are left out with drop_last; otherwise some batches are used twice.
-    Raises ValueError for a sequence of more than max_tokens, and for a rank outside the world.
+    All ranks have the same number of batches, len(sampler), in all epochs.
+
+    Args:
+        lengths: The number of tokens of each element of the dataset.
+        max_tokens: Of a batch.
+        shuffle: Whether, in each epoch (`set_epoch`), sequences of equal length change places and the batches get
+            another order.
+        seed: Of the order.
+        rank: This process's share; None: from torch.distributed if it is initialised. Pass 0 and 1 if something else
+            distributes batches, as accelerate does.
+        world_size: The number of shares; None: likewise.
+        drop_last: Whether batches that do not divide evenly are left out. Otherwise some batches are used twice.
+
+    Raises:
+        ValueError: A sequence has more than max_tokens, or the rank is outside the world.
 
     >>> list(hfnn.data.PackedBatchSampler([5, 3, 4, 2], 7, shuffle=False))
     [[0, 3], [2, 1]]

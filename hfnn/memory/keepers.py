@@ -163,6 +163,12 @@ def report(model: nn.Module, *inputs: Any, prefer: str = "auto", **kwargs: Any) 
     ("..., set aside"). "graphs" is the memory of a captured model's graphs, which hold what its calls keep. Under
     gradient checkpointing, the tensors that checkpoints keep are counted. Raises what the forward raises, and
     ValueError for a model whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
+
+    Args:
+        model: Converted or not.
+        inputs: Of its forward.
+        prefer: As in `hfnn.convert`, for a model that is not converted.
+        kwargs: Of its forward.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")

@@ -278,9 +278,21 @@ def group_norm_act(
 ) -> Tensor:
     """`act(group_norm(input, ...))` in one pass after the statistics.
 
-    Arguments as of `group_norm`, and act: "relu", "leaky_relu" (with `negative_slope`), "relu6", "silu", "hardswish" or
-    None. Input and the statistics are kept for backward. act works in float32, and y is rounded once. Raises ValueError
-    for another `act`, else what torch raises.
+    Input and the statistics are kept for backward. act works in float32, and y is rounded once. Raises what torch
+    raises.
+
+    Args:
+        input: As in `group_norm`.
+        num_groups: As in `group_norm`.
+        weight: As in `group_norm`.
+        bias: As in `group_norm`.
+        eps: As in `group_norm`.
+        act: "relu", "leaky_relu", "relu6", "silu", "hardswish" or None.
+        negative_slope: Of leaky_relu.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: Another `act`.
     """
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")

@@ -408,19 +408,34 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without a tensor of logits.
 
-    Argument names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. Shapes: input (*, in),
-    linear_weight (V, in), linear_bias (V,) or None, target (*) int64, weight (V,) or None, token_weight (*) or None.
-    The result is a scalar, or (*) for reduction="none", of `dtype`: by default that of `cross_entropy(linear(...))`.
+    Argument names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. The result is a scalar, or (*)
+    for reduction="none". Small problems are left to torch. If cuBLAS is slow for the vocabulary (rows not divisible by
+    16 bytes), a copy of the weight is needed in addition to `max_bytes`.
 
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale: as in `hfnn.functional.cross_entropy` (ignore_index
-    None is -100, as in torch). token_weight multiplies the loss of each token and its weight in a mean. compact=True
-    processes only the tokens that are not ignored, plus at most a 32nd of all or 127 others; the host waits once for
-    their number. group: a process group in which each process has the whole input and target, and its rows of
-    linear_weight and linear_bias; label_smoothing is not supported, and `weight` must be whole. max_bytes: the limit
-    for the logits at any time; None takes an eighth to a quarter of them, as accurate gradients and fast products
-    require. If cuBLAS is slow for the vocabulary (rows not divisible by 16 bytes), a copy of the weight is needed in
-    addition. prefer: "auto" | "memory" | "speed"; small problems are left to torch. Raises ValueError for arguments
-    that do not fit together, and what torch raises.
+    Args:
+        input: (*, in).
+        linear_weight: (V, in).
+        target: (*), int64.
+        linear_bias: (V,) or None.
+        weight: (V,) or None.
+        reduction: "mean", "sum" or "none".
+        ignore_index: As in `cross_entropy`; None: -100, as in torch.
+        label_smoothing: As in `cross_entropy`.
+        z_loss: As in `cross_entropy`.
+        softcap: As in `cross_entropy`.
+        logit_scale: As in `cross_entropy`.
+        token_weight: (*) or None; multiplies the loss of each token and its weight in a mean.
+        compact: Whether only the tokens that are not ignored are processed, plus at most a 32nd of all or 127 others;
+            the host waits once for their number.
+        dtype: Of the result; None: that of `cross_entropy(linear(...))`.
+        group: A process group in which each process has the whole input and target, and its rows of linear_weight and
+            linear_bias; label_smoothing is not supported, and `weight` must be whole.
+        max_bytes: The limit for the logits at any time; None: an eighth to a quarter of them, as accurate gradients and
+            fast products require.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: Arguments do not fit together. Errors of torch are raised unchanged.
 
     >>> hfnn.functional.linear_cross_entropy(torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.tensor([0]))
     tensor(0.3133)

@@ -302,16 +302,28 @@ def linear_distillation(
 ) -> Tensor:
     """Distance between the student's and the teacher's distributions of the next token, without a tensor of logits.
 
-    Shapes: input (*, in), linear_weight (V, in), linear_bias (V,) or None; teacher_input (*, in of the teacher),
-    teacher_weight (V, in of the teacher), teacher_bias (V,) or None: the teacher gets no gradient. target (*) int64 or
-    None: tokens whose target is ignore_index do not count. The result is a scalar, for reduction="mean" over the tokens
-    that count (NaN where none does), or (*) for "none"; its dtype is that of `log_softmax` of the logits.
+    The teacher gets no gradient. The result is a scalar, for reduction="mean" over the tokens that count (NaN where
+    none does), or (*) for "none"; its dtype is that of `log_softmax` of the logits. Small problems are left to torch.
 
-    beta: 0 is KL(teacher | student), 1 is KL(student | teacher), between is the generalised Jensen-Shannon divergence.
-    temperature divides both kinds of logits. The gradient shrinks with its square. Callers who mix this loss with
-    another usually multiply it by temperature ** 2 themselves. max_bytes: the limit for the logits of both at any time;
-    None takes an eighth of them, or enough for fast products. prefer: "auto" | "memory" | "speed"; small problems are
-    left to torch. Raises ValueError for shapes and options that do not fit, and what torch raises.
+    Args:
+        input: (*, in).
+        linear_weight: (V, in).
+        teacher_input: (*, in of the teacher).
+        teacher_weight: (V, in of the teacher).
+        linear_bias: (V,) or None.
+        teacher_bias: (V,) or None.
+        target: (*), int64, or None: all tokens count.
+        ignore_index: The target of tokens that do not count.
+        beta: 0 is KL(teacher | student), 1 is KL(student | teacher), between is the generalised Jensen-Shannon
+            divergence.
+        temperature: Divides both kinds of logits. The gradient shrinks with its square: callers who mix this loss with
+            another usually multiply it by temperature ** 2.
+        reduction: "mean", "sum" or "none".
+        max_bytes: The limit for the logits of both at any time; None: an eighth of them, or enough for fast products.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: Shapes or options do not fit. Errors of torch are raised unchanged.
     """
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
     # Without targets every token counts; a tensor without memory has their shape.

@@ -220,11 +220,26 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """(query, key), with each head's D columns divided by their root mean square, weighted, and rotated by position.
 
-    Shapes: query_weight, key_weight (D,), float32 or of query's dtype, to which weight_offset is added (Gemma: 1); key
-    and key_weight may be None. eps is added to the mean square. Everything else is as in `hfnn.functional.rope`. The
-    results have the dtype of `query * cos`, rounded once; statistics are float32. query, key and one number per head
-    and token are kept; a room that would keep a result keeps these instead. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises ValueError for an unknown layout, and what torch raises.
+    The results have the dtype of `query * cos`, rounded once; statistics are float32. query, key and one number per
+    head and token are kept; a consumer that would keep a result keeps these instead. Raises what torch raises.
+
+    Args:
+        query: As in `rope`.
+        key: As in `rope`.
+        query_weight: (D,), float32 or of query's dtype.
+        key_weight: Like query_weight; None with key None.
+        cos: As in `rope`.
+        sin: As in `rope`.
+        eps: Added to the mean square.
+        weight_offset: Added to the weights (Gemma: 1).
+        position_ids: As in `rope`.
+        rotary_dim: As in `rope`.
+        interleaved: As in `rope`.
+        layout: As in `rope`.
+        prefer: "auto", "memory" or "speed", as in `hfnn.convert`.
+
+    Raises:
+        ValueError: An unknown layout.
     """
     check_layout(layout)
     turn, weights = (rotary_dim, interleaved, layout), (query_weight, key_weight)
