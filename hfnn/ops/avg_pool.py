@@ -254,7 +254,15 @@ def _adaptive(x, sizes, forward, backward):
 
 
 class AvgPool1d(nn.AvgPool1d):
-    """`torch.nn.AvgPool1d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AvgPool1d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+    """
 
     prefer = "auto"
 
@@ -266,7 +274,16 @@ class AvgPool1d(nn.AvgPool1d):
 
 
 class AvgPool2d(nn.AvgPool2d):
-    """`torch.nn.AvgPool2d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AvgPool2d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+        divisor_override: Divides the sums instead of the number of elements.
+    """
 
     prefer = "auto"
 
@@ -278,7 +295,16 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """`torch.nn.AvgPool3d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AvgPool3d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        ceil_mode: Whether windows may reach beyond the end.
+        count_include_pad: Whether padding counts as elements of a window.
+        divisor_override: Divides the sums instead of the number of elements.
+    """
 
     prefer = "auto"
 
@@ -290,7 +316,11 @@ class AvgPool3d(nn.AvgPool3d):
 
 
 class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
-    """`torch.nn.AdaptiveAvgPool1d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AdaptiveAvgPool1d`: the same arguments. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        output_size: Of the pooled dimensions; None: as in the input.
+    """
 
     prefer = "auto"
 
@@ -299,7 +329,11 @@ class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """`torch.nn.AdaptiveAvgPool2d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AdaptiveAvgPool2d`: the same arguments. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        output_size: Of the pooled dimensions; None: as in the input.
+    """
 
     prefer = "auto"
 
@@ -308,7 +342,11 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
-    """`torch.nn.AdaptiveAvgPool3d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.AdaptiveAvgPool3d`: the same arguments. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        output_size: Of the pooled dimensions; None: as in the input.
+    """
 
     prefer = "auto"
 

@@ -259,37 +259,124 @@ class _ConvTranspose:
 
 
 class Conv1d(_Conv, nn.Conv1d):
-    """`torch.nn.Conv1d`: the same arguments, defaults and state dict."""
+    """`torch.nn.Conv1d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        padding_mode: "zeros"; with others torch's own op runs.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv1d
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """`torch.nn.Conv2d`: the same arguments, defaults and state dict."""
+    """`torch.nn.Conv2d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        padding_mode: "zeros"; with others torch's own op runs.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv2d
 
 
 class Conv3d(_Conv, nn.Conv3d):
-    """`torch.nn.Conv3d`: the same arguments, defaults and state dict."""
+    """`torch.nn.Conv3d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        dilation: The step between elements of a window.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        padding_mode: "zeros"; with others torch's own op runs.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv3d
 
 
 class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d`: the same arguments, defaults and state dict."""
+    """`torch.nn.ConvTranspose1d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        output_padding: Added to the size of the result at one end.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        dilation: The step between elements of a window.
+        padding_mode: "zeros", the only one in torch.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv_transpose1d
 
 
 class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d`: the same arguments, defaults and state dict."""
+    """`torch.nn.ConvTranspose2d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        output_padding: Added to the size of the result at one end.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        dilation: The step between elements of a window.
+        padding_mode: "zeros", the only one in torch.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv_transpose2d
 
 
 class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d`: the same arguments, defaults and state dict."""
+    """`torch.nn.ConvTranspose3d`: the same arguments, defaults and state dict.
+
+    Args:
+        in_channels: C of the input.
+        out_channels: C of the result.
+        kernel_size: Of the windows.
+        stride: Of the windows.
+        padding: Zeros at each end.
+        output_padding: Added to the size of the result at one end.
+        groups: Divides both numbers of channels.
+        bias: Whether there is a bias.
+        dilation: The step between elements of a window.
+        padding_mode: "zeros", the only one in torch.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     _hfnn_call = _conv_transpose3d
 

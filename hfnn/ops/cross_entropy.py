@@ -299,6 +299,17 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss`: the same arguments and defaults, and `z_loss`, `softcap` and `logit_scale`.
 
     `prefer` is set by `hfnn.convert`.
+
+    Args:
+        weight: (C,) or None.
+        size_average: Deprecated, as in torch.
+        ignore_index: The class of rows that do not count.
+        reduce: Deprecated, as in torch.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: In [0, 1].
+        z_loss: As in `hfnn.functional.cross_entropy`.
+        softcap: As in `hfnn.functional.cross_entropy`.
+        logit_scale: As in `hfnn.functional.cross_entropy`.
     """
 
     prefer = "auto"

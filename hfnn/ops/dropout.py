@@ -157,7 +157,12 @@ def _in_python(input, p, prefer):
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.Dropout`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        p: The probability of a zero, in [0, 1].
+        inplace: Whether torch's own op runs, and writes the result to the input.
+    """
 
     prefer = "auto"
 

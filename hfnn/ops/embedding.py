@@ -113,7 +113,21 @@ def embedding(
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.Embedding`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        padding_idx: A row that gets no gradient, or None.
+        max_norm: With it torch's own op runs.
+        norm_type: For max_norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it occurs.
+        sparse: With it torch's own op runs.
+        _weight: As in torch.
+        _freeze: As in torch.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     prefer = "auto"
 

@@ -301,7 +301,17 @@ def group_norm_act(
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.GroupNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        num_groups: Of channels; divides num_channels.
+        num_channels: C of inputs (N, C, ...).
+        eps: Added to the variance.
+        affine: Whether there are weight and bias.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        bias: Whether there is a bias.
+    """
 
     prefer = "auto"
 

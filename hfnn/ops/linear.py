@@ -242,7 +242,15 @@ def _refuses_view(x) -> bool:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`: the same arguments, defaults and state dict. `convert` sets `prefer`, `recompute`, `exact`."""
+    """`torch.nn.Linear`: the same arguments, defaults and state dict. `convert` sets `prefer`, `recompute`, `exact`.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the result.
+        bias: Whether there is a bias.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     prefer, recompute, exact = "auto", False, False
 

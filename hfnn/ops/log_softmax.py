@@ -54,7 +54,11 @@ def log_softmax(
 
 
 class LogSoftmax(nn.LogSoftmax):
-    """`torch.nn.LogSoftmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.LogSoftmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        dim: Where exponentials are summed.
+    """
 
     prefer = "auto"
 

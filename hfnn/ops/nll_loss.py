@@ -123,7 +123,15 @@ def nll_loss(
 
 
 class NLLLoss(nn.NLLLoss):
-    """`torch.nn.NLLLoss`: the same arguments and defaults."""
+    """`torch.nn.NLLLoss`: the same arguments and defaults.
+
+    Args:
+        weight: (C,) or None.
+        size_average: Deprecated, as in torch.
+        ignore_index: The class of rows that do not count.
+        reduce: Deprecated, as in torch.
+        reduction: "mean", "sum" or "none".
+    """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)

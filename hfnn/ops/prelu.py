@@ -102,7 +102,14 @@ def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
 
 
 class PReLU(nn.PReLU):
-    """`torch.nn.PReLU`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.PReLU`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        num_parameters: Slopes: 1, or one for each channel.
+        init: Their first value.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     prefer = "auto"
 

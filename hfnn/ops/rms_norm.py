@@ -203,7 +203,15 @@ def fused(x, weight, eps, offset, out, prefer):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.RMSNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        normalized_shape: The last dimensions, over which the mean of squares is taken.
+        eps: Added to the mean of squares; None: as torch chooses it.
+        elementwise_affine: Whether there is a weight.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
 
     prefer = "auto"
 

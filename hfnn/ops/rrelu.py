@@ -130,7 +130,13 @@ def rrelu(
 
 
 class RReLU(nn.RReLU):
-    """`torch.nn.RReLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.RReLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        lower: Of slopes for x < 0.
+        upper: Of slopes for x < 0.
+        inplace: Whether torch's own op runs, and writes the result to the input.
+    """
 
     prefer = "auto"
 

@@ -125,7 +125,11 @@ def softmax(
 
 
 class Softmax(nn.Softmax):
-    """`torch.nn.Softmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.Softmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`.
+
+    Args:
+        dim: Where exponentials are summed.
+    """
 
     prefer = "auto"
 
