@@ -60,6 +60,12 @@ def test_the_memory_of_a_step_on_gpus_is_predicted(tmp_path):
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.slow
+def test_the_memory_of_a_converted_model_is_predicted(tmp_path):
+    for measured, predicted in ranks.run(WORKERS / "fsdp.py", "peak_of_converted", 2, tmp_path, timeout=240):
+        assert predicted == pytest.approx(measured, rel=0.03)
+
+
 def check_prediction(measured, **predicted):
     """Compared with what one of four real ranks held, counted byte by byte."""
     guess, many, replicated = predicted["4"], predicted["64"], predicted["16 times 4"]

@@ -97,6 +97,29 @@ def predictions():
     return {"4": guess(4), "64": guess(64), "16 times 4": guess(64, replicas=16)}
 
 
+def peak_of_converted(rank, size, store):
+    """Peak bytes of a step of a converted GPT-2, counted on this rank; and predicted."""
+    import transformers
+
+    import hfnn
+
+    small = {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}
+
+    def build():
+        return hfnn.convert(transformers.GPT2LMHeadModel(transformers.GPT2Config(**small)), prefer="memory")
+
+    def loss(model):
+        ids = torch.zeros(4, 64, dtype=torch.long)
+        return model(ids, labels=ids).loss
+
+    dist.init_process_group("hfreduce", init_method=f"file://{store}", rank=rank, world_size=size)
+    with own.Live() as live:
+        model = FSDP(build())
+        found = own.measure(model, live, loss, torch.optim.AdamW(model.parameters())).peak
+    dist.destroy_process_group()
+    return found, predict(build, loss, size, like_gpu=False).peak
+
+
 def peak_on_gpus(rank, size, store):
     """Peak bytes that a training step of GPT-2 124M allocates on this rank's GPU, and the prediction of them."""
     import transformers
