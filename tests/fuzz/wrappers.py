@@ -102,7 +102,10 @@ def draw_step(rng, program) -> tuple:
     if name == "regularised":
         return "regularised", rng.choice(("before", "after"))
     if name == "add":
-        return "add", rng.choice(steps.ADDED), rng.randrange(20)
+        how = rng.choice(steps.ADDED)
+        if how == "adapted" and program["checkpoint"] == "reentrant":
+            how = "another"  # a layer after a block's tuple cannot run, and it does so without gradients
+        return "add", how, rng.randrange(20)
     if name == "replace":
         how = rng.choice(steps.REPLACED)
         if how.startswith("of another") and program["checkpoint"] == "reentrant":
