@@ -97,7 +97,7 @@ static ScalarType statistics_dtype(const Tensor& x) {
 
 // 1 / sqrt(var + eps), computed in float64.
 static Tensor reciprocal(const Tensor& var, double eps, const at::TensorOptions& wide) {
-  if (!var.is_cpu()) return at::add(var.to(at::kDouble), eps).rsqrt_().to(wide);
+  if (!var.is_cpu() || fake_mode()) return at::add(var.to(at::kDouble), eps).rsqrt_().to(wide);
   Tensor rstd = at::empty(var.sizes(), wide);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, var.scalar_type(), "batch_norm", [&] {
     const scalar_t* from = var.const_data_ptr<scalar_t>();
@@ -288,7 +288,7 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
   Tensor y, mean, rstd, flags;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     const Tensor dense = layout.dense(x), residual = layout.dense(*call.residual);
     y = at::empty_like(dense);
     if (flagged) {

@@ -127,8 +127,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return found;
       },
       "The tensors that a node keeps and that no hook packed.");
-  // Python functions for rare cases, and torch's query for graph capture.
-  m.def("connect", [](py::object take, py::object batched, py::object capturing, py::object whole) {
+  // Python functions for rare cases, torch's query for graph capture, and the class of fake tensors.
+  m.def("connect", [](py::object take, py::object batched, py::object capturing, py::object whole, py::object watched,
+                      py::object fake) {
+    python().watched = watched.release().ptr();
+    python().fake = reinterpret_cast<PyTypeObject*>(fake.release().ptr());
     python().take = take.release().ptr();
     python().keeps_whole = whole.release().ptr();
     python().batched = batched.release().ptr();

@@ -172,7 +172,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   auto& table = table_of<ConvTable>(self);
   const Tensor *x = plain(args[0]), *given = plain(args[1]), *bias = plain_or_none(args[2]);
   Geometry how;
-  if (!x || !given || !bias || !plain_context(true) || !how.read(table, args + 3, *given)) Py_RETURN_NOTIMPLEMENTED;
+  if (!x || !given || !bias || !plain_context() || !how.read(table, args + 3, *given)) Py_RETURN_NOTIMPLEMENTED;
   const Prefer prefer = prefer_of(args[8]);
   TORCH_CHECK_VALUE(prefer != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
   const auto torchs = [&] {
@@ -221,7 +221,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Tensor x_low = low.defined() ? low : as(*x, dtype), weight = as(*given, dtype), b = as(*bias, dtype);
     // A profiler counts the FLOPs of the ops that users call, and none where the padding has a name.

@@ -15,6 +15,7 @@ namespace hfnn::node {
 namespace ag = torch::autograd;
 
 Mask::Mask(const Tensor& x, double p) : threshold(int64_t(std::nearbyint(p * 4294967296.0))), scale(1 / (1 - p)) {
+  if (fake_mode()) return;
   if (!x.is_cuda()) {
     seed.value = at::empty({}, at::kLong).random_().item<int64_t>();
     return;
@@ -68,7 +69,7 @@ static Tensor apply_mask(const Tensor& x, const DropoutKernel* kernel, const Mas
   const bool taken = grad && carries && node->input[0].take(x);
   Tensor y;
   {
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     y = dropped(*kernel, mask, laid(x, strides), x.scalar_type());
   }
   if (grad) {
@@ -157,7 +158,7 @@ static PyObject* dropout_add(PyObject* self, PyObject* const* args, Py_ssize_t c
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     const Tensor a = x->contiguous(), b = residual->contiguous();
     y = like(b, b.scalar_type());
     kernel->add(a, a, b, y, mask.threshold, mask.scale, mask.seed, mask.offset, Tensor());

@@ -127,7 +127,7 @@ static PyObject* gated(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     y = product(*kernel, *gate, *up, gate_first, kind);
   }
   if (grad) {

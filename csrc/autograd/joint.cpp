@@ -43,7 +43,7 @@ struct JointRoom : Room {
   // Gradients of the product and the views: either the joint one, past the views, or one for each view.
   variable_list apply(variable_list&& dys) override {
     if (!may_pass(dys)) return {Tensor(), dys[0], dys[1], dys[2]};
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     return {joined(dys), Tensor(), Tensor(), Tensor()};
   }
 
@@ -154,7 +154,7 @@ static const Tensor* base_of(const Tensor& view) {
 // (q, k, v): the same tensors with the node added, or None if there is nothing to join.
 static PyObject* joint(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  if (!at::GradMode::is_enabled()) Py_RETURN_NONE;
+  if (!at::GradMode::is_enabled() || fake_mode()) Py_RETURN_NONE;
   Tensor views[3];
   const Tensor* base = nullptr;
   for (int i = 0; i < 3; ++i) {
@@ -188,7 +188,7 @@ static PyObject* joint(PyObject*, PyObject* const* args, Py_ssize_t) {
     node->parts[i] = {view.sizes().vec(), view.strides().vec(), view.storage_offset() - base->storage_offset()};
     Tensor same;
     {
-      at::AutoDispatchBelowADInplaceOrView below;
+      const BelowAutograd below;
       same = view.alias();
     }
     ag::impl::set_version_counter(same, ag::impl::version_counter(view));  // a write to either is seen by both

@@ -29,11 +29,13 @@ Floors::Floors(const py::dict& floors) {
 Choices::Choices(py::object op) : op(std::move(op)), floors_(py::dict(this->op.attr("floors"))) {}
 
 PyObject* Choices::find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out) {
-  const uint64_t key = uint64_t(cols) << 24 | uint64_t(forced) << 20 | uint64_t(x.is_cuda()) << 16 |
-                       uint64_t(dtype) << 8 | uint64_t(out);
+  const bool fake = fake_mode() != nullptr;
+  const uint64_t key = uint64_t(cols) << 24 | uint64_t(fake) << 23 | uint64_t(forced) << 20 |
+                       uint64_t(x.is_cuda()) << 16 | uint64_t(dtype) << 8 | uint64_t(out);
   auto at = modules_.find(key);
   if (at != modules_.end()) return at->second;
-  py::object module = op.attr("module_for")(x.is_cuda() ? "cuda" : "cpu", dtype_object(dtype), cols, dtype_object(out));
+  py::object module =
+      op.attr("module_for")(x.is_cuda() ? "cuda" : "cpu", dtype_object(dtype), cols, dtype_object(out), fake);
   return modules_[key] = module.release().ptr();
 }
 
@@ -66,21 +68,33 @@ static bool observed() {
   return false;
 }
 
-bool plain_context(bool batched) {
+// Whether a dispatch mode records torch's ops for a graph.
+static bool recorded() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using c10::impl::TorchDispatchModeKey;
+  return Modes::any_modes_set() &&
+         (Modes::get_mode(TorchDispatchModeKey::PROXY) || Modes::get_mode(TorchDispatchModeKey::FUNCTIONAL));
+}
+
+bool plain_context() {
   using c10::DispatchKey;
-  constexpr c10::DispatchKeySet odd({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
-                                     DispatchKey::FuncTorchDynamicLayerFrontMode,
+  constexpr c10::DispatchKeySet odd({DispatchKey::Functionalize, DispatchKey::FuncTorchDynamicLayerFrontMode,
                                      DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode});
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  return enabled && forced != 1 && !keys.included_.has_any(odd) &&
-         (batched || !keys.included_.has(DispatchKey::VmapMode)) && !observed() &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
-         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+  return enabled && forced != 1 && !keys.included_.has_any(odd) && !observed() && !recorded() &&
+         !torch::jit::tracer::isTracing() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+bool is_parameter(PyObject* argument) {
+  PyTypeObject* type = Py_TYPE(argument);
+  if (type != python().fake) return reinterpret_cast<PyObject*>(type) == ParameterClass;
+  return py::getattr(argument, "_is_param", py::none()).ptr() == Py_True;
 }
 
 const Tensor* plain(PyObject* argument) {
   PyTypeObject* type = Py_TYPE(argument);
-  if (type != reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
+  const bool fake = type == python().fake;
+  if (!fake && type != reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
       type != reinterpret_cast<PyTypeObject*>(ParameterClass))
     return nullptr;
   using c10::DispatchKey;
@@ -89,8 +103,10 @@ const Tensor* plain(PyObject* argument) {
           {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU, DispatchKey::ADInplaceOrView}) |
       c10::DispatchKeySet({DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA});
   const Tensor& x = THPVariable_Unpack(argument);
-  if (x.key_set().raw_repr() & ~usual.raw_repr()) return nullptr;
+  constexpr c10::DispatchKeySet of_fakes({DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
+  if ((fake ? x.key_set() - of_fakes : x.key_set()).raw_repr() & ~usual.raw_repr()) return nullptr;
   if (!x.unsafeGetTensorImpl()->has_storage()) return nullptr;
+  if (fake) return fake_mode() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ? &x : nullptr;
   if (!x.storage().data() && x.numel()) return nullptr;  // freed, as in a sharded parameter
   return &x;
 }

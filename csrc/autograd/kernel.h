@@ -104,6 +104,7 @@ class Launch {
 
   template <class... G>
   void operator()(const Tensor& like, const G&... given) const {
+    if (fake_mode()) return;
     if (function_) {
       function_(native<A>(given)..., queue_of(like));
     } else {
@@ -275,10 +276,10 @@ class Table : public Choices {
 // A call from Python returns the result, None if torch's own op must run, or NotImplemented if the room in Python must
 // be asked.
 
-// Whether rooms take the call at all: no tracer, mode or transform, and the usual dispatch keys. batched: also while
-// gradients of many dy are computed at once, where a checkpoint may repeat a forward; for rooms that draw nothing and
-// have no counterpart in Python.
-bool plain_context(bool batched = false);
+// Whether rooms take the call at all: no tracer or transform, no TorchFunctionMode, and the usual dispatch keys. They
+// do in dispatch modes, which see what they allocate, and while gradients of many dy are computed at once, where a
+// checkpoint may repeat a forward.
+bool plain_context();
 // The tensor behind an argument, or null if rooms do not take it. plain_or_none: None is an undefined tensor.
 const Tensor* plain(PyObject* argument);
 const Tensor* plain_or_none(PyObject* argument);

@@ -51,7 +51,7 @@ static Tensor ones(const Tensor& like, ScalarType dtype, int64_t count) {
   static auto& made = *new std::vector<Tensor>;  // under the GIL; never destroyed, because the GPU runtime ends first
   for (const Tensor& row : made)
     if (row.size(1) >= count && row.scalar_type() == dtype && row.device() == like.device()) return row;
-  if (capturing(like)) return {};
+  if (capturing(like) || fake_mode()) return {};
   return made.emplace_back(at::ones({1, 2 * count}, like.options().dtype(dtype)));
 }
 
@@ -117,6 +117,35 @@ Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
   }
 }
 
+namespace {
+// No dispatch mode of a user sees what runs meanwhile.
+class WithoutModes {
+ public:
+  WithoutModes() {
+    if (!Modes::any_modes_set(true)) return;
+    before_ = Modes::get_state();
+    while (Modes::any_modes_set(true)) Modes::pop_stack();
+  }
+  WithoutModes(const WithoutModes&) = delete;
+  WithoutModes& operator=(const WithoutModes&) = delete;
+  ~WithoutModes() {
+    if (before_) Modes::set_state(std::move(*before_));
+  }
+
+ private:
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  std::optional<Modes> before_;
+};
+
+// Whether a dispatch mode may read values: it must see every op, and see it once. Needs the GIL.
+bool watching() {
+  if (!c10::impl::TorchDispatchModeTLS::any_modes_set(true)) return false;
+  auto answer = THPObjectPtr(PyObject_CallNoArgs(python().watched));
+  if (!answer) throw python_error();
+  return answer.get() == Py_True;
+}
+}  // namespace
+
 struct LinearRoom : Room {
   Kept inputs[3];  // x, weight (out, in), with recompute also the bias
   ScalarType dtype;
@@ -132,8 +161,7 @@ struct LinearRoom : Room {
     const Tensor x = inputs[0].part(dtype), weight = inputs[1].get(), bias = inputs[2].get();
     // torch has no such product, so no counter of FLOPs may see it.
     at::RecordFunctionGuard records(at::isRecordFunctionEnabled() && !profiles_flops());
-    c10::impl::ExcludeDispatchKeyGuard no_modes(
-        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+    const WithoutModes unseen;
     return product(x, weight, bias, dtype);
   }
 
@@ -264,7 +292,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   const bool own = args[8] == Py_True;
   if (casts && (autocast ? own && x->scalar_type() != dtype && x->scalar_type() != at::kFloat : !own)) Py_RETURN_NONE;
   // Only if x is in the graph. A weight that may be resharded would have to be copied.
-  const bool recompute = args[3] == Py_True && x->requires_grad() && !sharded_parameters();
+  const bool recompute = args[3] == Py_True && x->requires_grad() && !sharded_parameters() && !watching();
   const bool to_weight = given->requires_grad();
   const bool grad = x->requires_grad() || to_weight || (bias->defined() && bias->requires_grad());
   auto node = grad ? make_node<LinearRoom>() : nullptr;
@@ -292,7 +320,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   bool by_columns;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     const Tensor x_low = taken ? as(*x, dtype) : low;
     by_columns = !x_low.is_contiguous() && x_low.size(-1) > 1 && rows(x_low).stride(0) == 1;
     y = product(x_low, weight, *bias, dtype);

@@ -176,7 +176,7 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
   Tensor y, mean, rstd;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     const Tensor x_RC = rows(x, call.cols);
     y = at::empty(x.sizes(), x.options().dtype(call.out));
     const auto wide = x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
@@ -248,7 +248,7 @@ static PyObject* add_norm(PyObject* self, PyObject* const* args, Py_ssize_t coun
   const Mask mask = p > 0 ? Mask(*x, p) : Mask();
   Tensor total;
   {
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     total = at::empty(residual->sizes(), residual->options());
   }
   finish_sum(total, *x, *residual, masks, mask, table.fused.chosen);

@@ -59,9 +59,31 @@ static bool in_python(const Node& node) {
 }
 
 static std::optional<c10::Stream> stream_of(const Tensor& x) {
-  if (!x.is_cuda()) return std::nullopt;
+  if (is_fake(x) || !x.is_cuda()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
 }
+
+static const void* address(const Tensor& x) { return is_fake(x) ? nullptr : x.data_ptr(); }
+
+namespace {
+// A mode of fake tensors, where it is not on.
+class InMode {
+ public:
+  explicit InMode(const FakeMode& mode) : on_(mode && !fake_mode()) {
+    if (on_) Modes::set_mode(mode, kFake);
+  }
+  InMode(const InMode&) = delete;
+  InMode& operator=(const InMode&) = delete;
+  ~InMode() {
+    if (on_) Modes::unset_mode(kFake);
+  }
+
+ private:
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  static constexpr auto kFake = c10::impl::TorchDispatchModeKey::FAKE;
+  const bool on_;
+};
+}  // namespace
 
 Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._version()) {}
 
@@ -115,7 +137,7 @@ void Kept::save(const Tensor& x, bool source) {
   source_ = (source || x.requires_grad()) && !x.is_inference();
   saved_ = ag::SavedVariable(x, false);
   hooked_ = saved_.has_hooks();
-  if (hooked_) return;
+  if (hooked_ || is_fake(x)) return;
   impl_ = x.unsafeGetTensorImpl();
   data_ = impl_->data();
 }
@@ -127,6 +149,7 @@ void Kept::hold(const Tensor& x, bool source) {
   held_ = x;
   if (!x.is_inference()) mark_ = Mark(x);
   source_ = (source || x.requires_grad()) && !x.is_inference();
+  if (is_fake(x)) return;
   impl_ = x.unsafeGetTensorImpl();
   data_ = impl_->data();
 }
@@ -288,6 +311,7 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
   set_next_edges(std::move(edges));
   ag::set_history(y, self);
   dtype_ = y.scalar_type();
+  fake_mode_ = fake_mode();
   if (!carries || !state().recipes) return;
   for (Kept& input : kept()) {
     if (!input.source()) return;
@@ -295,7 +319,7 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
   }
   if (steps_ > kLongest) return;
   version_ = y._version();
-  data_ = y.data_ptr();
+  data_ = address(y);
   sizes_.assign(y.sizes().begin(), y.sizes().end());
   strides_.assign(y.strides().begin(), y.strides().end());
   made_on_ = stream_of(y);
@@ -304,7 +328,7 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
 }
 
 bool Room::gives(const Tensor& y) {
-  return carries_ && !released_ && y._version() == version_ && y.data_ptr() == data_ && y.scalar_type() == dtype_ &&
+  return carries_ && !released_ && y._version() == version_ && address(y) == data_ && y.scalar_type() == dtype_ &&
          y.sizes() == at::IntArrayRef(sizes_) && y.strides() == at::IntArrayRef(strides_) && made_on_ == stream_of(y) &&
          intact() && same(hooks_, hooks_now());
 }
@@ -327,6 +351,13 @@ static Tensor watched(const Tensor& y) {
   return y;
 }
 
+Tensor Room::built(ScalarType dtype) {
+  const InMode mode(fake_mode_);
+  at::AutoGradMode no_grad(false);
+  const BelowAutograd below;
+  return as(watched(build(dtype)), dtype);
+}
+
 Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
   const bool grad = at::GradMode::is_enabled();
   const int now = task();
@@ -346,10 +377,7 @@ Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
   }
   if (!y.defined()) {
     TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
-    at::AutoGradMode no_grad(false);
-    at::AutoDispatchBelowADInplaceOrView below;
-    y = watched(build(grad ? dtype_ : dtype));
-    if (!grad) y = as(y, dtype);
+    y = built(grad ? dtype_ : dtype);
     ++state().rebuilt;
   }
   if (grad) {
@@ -399,6 +427,7 @@ static Tensor in_memory(const Tensor& dy) {
 
 variable_list Room::apply(variable_list&& dys) {
   if (!dys[0].defined()) return variable_list(num_outputs());
+  const InMode mode(fake_mode_);
   const Tensor dy = in_memory(dys[0]);
   if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
   for (Kept& input : kept())
@@ -406,7 +435,7 @@ variable_list Room::apply(variable_list&& dys) {
   try {
     if (dy._fw_grad(0).defined()) return with_tangents(dy);
     if (at::GradMode::is_enabled()) return differentiable(dy);
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     return gradients(dy);
   } catch (const c10::Error& error) {
     throw_explained(getptr(), error);
@@ -415,7 +444,7 @@ variable_list Room::apply(variable_list&& dys) {
 
 variable_list Room::one(const Tensor& dy) {
   if (at::GradMode::is_enabled()) return differentiable(dy);
-  at::AutoDispatchBelowADInplaceOrView below;
+  const BelowAutograd below;
   return one_of_many(dy);
 }
 
@@ -440,9 +469,7 @@ void Room::release_variables() {
   if (waiting) {
     Tensor y;
     try {
-      at::AutoGradMode no_grad(false);
-      at::AutoDispatchBelowADInplaceOrView below;
-      y = watched(build(dtype_));
+      y = built(dtype_);
     } catch (const c10::Error&) {  // a source was written to: the consumer's backward raises the error
     }
     std::lock_guard<std::mutex> lock(sharing_);

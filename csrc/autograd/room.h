@@ -6,7 +6,10 @@
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/SafePyObject.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -36,6 +39,36 @@ auto make_node() {
 }
 
 class Room;
+
+// Tensors without values (FakeTensor). Rooms take them in their mode and launch nothing: a node keeps what it keeps in
+// a real step. Whatever is made in the mode is fake.
+using FakeMode = std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>;
+inline FakeMode fake_mode() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  if (!Modes::any_modes_set()) return nullptr;
+  return Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).value_or(nullptr);
+}
+// Whether a tensor's address means nothing.
+inline bool is_fake(const Tensor& x) { return x.unsafeGetTensorImpl()->is_python_dispatch(); }
+
+// Rooms run below autograd. A dispatch mode must see torch's ops as it does in torch, after autograd's keys have taken
+// them apart.
+class BelowAutograd {
+ public:
+  BelowAutograd() {
+    if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+      below_.emplace();
+    } else {
+      no_graph_.emplace(false);
+      no_views_.emplace(c10::DispatchKey::ADInplaceOrView);
+    }
+  }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+  std::optional<at::AutoGradMode> no_graph_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_views_;
+};
 
 // A tensor's current version. Tells later whether the tensor was written to, without keeping its memory.
 struct Mark {
@@ -175,13 +208,15 @@ class Room : public Node {
   variable_list with_tangents(const Tensor& dy);
   void clear_at_the_end();
   void forget();
+  Tensor built(ScalarType dtype);
 
   uint32_t version_ = 0;
-  void* data_ = nullptr;
+  const void* data_ = nullptr;
   c10::SmallVector<int64_t, 5> sizes_, strides_;
   ScalarType dtype_ = ScalarType::Undefined;
   std::optional<c10::Stream> made_on_;
   std::optional<c10::SafePyObject> hooks_;  // hooks of saved tensors during forward
+  FakeMode fake_mode_;                      // of forward: backward may run outside of it
   bool carries_ = false;
   int steps_ = 1;                // nodes that building y runs, this one included
   mutable uint64_t number_ = 0;  // unique id for compiled autograd
@@ -221,8 +256,9 @@ void keeps_whole(const Tensor& x);
 
 // Python functions for rare cases; see hfnn/core/native.py.
 struct Python {
-  PyObject *take = nullptr, *batched = nullptr, *keeps_whole = nullptr;
-  PyObject* watch = nullptr;  // for tests: called with what is built
+  PyObject *take = nullptr, *batched = nullptr, *keeps_whole = nullptr, *watched = nullptr;
+  PyTypeObject* fake = nullptr;  // FakeTensor
+  PyObject* watch = nullptr;     // for tests: called with what is built
 };
 Python& python();
 

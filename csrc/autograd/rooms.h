@@ -11,9 +11,7 @@ bool sharded_parameters();
 bool capturing(const Tensor& x);
 // Whether a profiler counts the FLOPs of this thread's ops.
 bool profiles_flops();
-inline bool is_parameter(PyObject* argument) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
-}
+bool is_parameter(PyObject* argument);
 // Whether a checkpoint of torch sees the tensors that are saved now. Needs the GIL.
 bool in_checkpoint();
 // Whether y may be rebuilt from a weight that is not in the graph: a parameter. A checkpoint's second forward may find

@@ -174,7 +174,7 @@ static PyObject* smooth(PyObject* self, PyObject* const* args, Py_ssize_t count)
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below;
     y = like(*x, out);
     kernel->forward({*x}, {y}, *numbers, false);
   }

@@ -10,6 +10,7 @@ import importlib
 import logging
 import math
 import os
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -199,6 +200,10 @@ def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_co
 _SIZES = ("partials", "column_splits")
 
 
+# In place of a module that is not here, for FakeTensors.
+_NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))
+
+
 class _FakeKernel:
     """Replaces `kernel` for FakeTensors: the room makes shapes and saved tensors, and nothing is launched."""
 
@@ -294,11 +299,10 @@ class Op:
             self._choices[key] = self._first(x.device.type, *key[2:-1], forced)
         return self._choices[key]
 
-    def module_for(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype):
-        """The module of the first kernel for such a call, or None. For rooms in C++, which cannot run interpreted
-        Triton."""
-        kernel = self._first(device, dtype, cols, out, False, _forced)
-        return None if kernel is None or (device == "cpu" and kernel.name == "triton") else _load(kernel.source)[0]
+    def module_for(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype, fake: bool):
+        """The module of the first kernel for such a call, or None. For rooms in C++. fake: it launches nothing."""
+        kernel = self._find(device, dtype, cols, out, fake, _forced)
+        return None if kernel is None else _NO_MODULE if kernel.missing else _load(kernel.source)[0]
 
     @functools.cached_property
     def floors(self) -> dict[str, tuple[int, int]]:
@@ -327,10 +331,14 @@ class Op:
         return self._refuse(x, cols, out, why)
 
     def _first(self, device, dtype, cols, out, fake, forced):
+        kernel = self._find(device, dtype, cols, out, fake, forced)
+        return _FakeKernel(kernel) if fake and kernel is not None else kernel
+
+    def _find(self, device, dtype, cols, out, fake, forced):
         for kernel in self.kernels:
             reasons = kernel.limits if fake else kernel.refusals
             if forced in (None, kernel.name) and not reasons(device, dtype, cols, out):
-                return _FakeKernel(kernel) if fake else kernel
+                return kernel
         return None
 
     def _refuse(self, x, cols, out, why: str | None) -> None:

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
-from hfnn.core import bits, context
+from hfnn.core import bits, context, flops
 from hfnn.core.counter import counter
 from hfnn.core.function import of_many, written_to
 from hfnn.core.native import extension as native
@@ -406,4 +406,5 @@ def _own_copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 if native is not None:
-    native.connect(_take, of_many, getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False), bits.keeps_whole)
+    capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    native.connect(_take, of_many, capturing, bits.keeps_whole, flops.watched, FakeTensor)
