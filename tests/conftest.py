@@ -314,17 +314,3 @@ def _known_state(request):
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@pytest.fixture(params=["C++", "Python"])
-def nodes(request):
-    """The autograd nodes of the ops that have them in both languages."""
-    from hfnn.core import native
-
-    if request.param == "Python":
-        if native.extension is None:
-            pytest.skip("without the extension, all are in Python")
-        native.extension.enable(False)
-    yield
-    if native.extension is not None:
-        native.extension.enable(True)

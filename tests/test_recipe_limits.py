@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.core import native, recipe
-from hfnn.ops import linear as linears
+from hfnn.core import recipe
 from hfnn.ops import rope
 
 ROWS, WIDTH = 64, 32
@@ -180,23 +179,6 @@ def test_consumers_in_two_dtypes_share_nothing_wrong():
     on = gradients(run, model)
     with recipe.disabled():
         assert same(on, gradients(run, model))
-
-
-@pytest.mark.skipif(native.extension is not None, reason="looks into the room in Python: tests/test_fallback.py")
-def test_of_a_tensor_with_a_recipe_no_cast_outlives_the_call():
-    first, layer, casts = build(norm), build(linear), []
-
-    def cast(t, dtype):
-        low = recipe.as_dtype(t, dtype)
-        if t is h:
-            casts.append(weakref.ref(low))
-        return low
-
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        h = first(torch.randn(ROWS, WIDTH, requires_grad=True))
-        patch.setattr(linears, "as_dtype", cast)
-        y = layer(h)
-    assert [low() for low in casts] == [None] and y.requires_grad
 
 
 @pytest.mark.parametrize("module", [norm, nn.GELU, nn.SiLU])

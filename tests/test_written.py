@@ -39,7 +39,7 @@ def backward(parts, x, convert=True, **how):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_the_module_and_a_way_out(name, nodes):
+def test_names_the_module_and_a_way_out(name):
     backward(*CASES[name](), convert=False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         backward(*CASES[name]())

@@ -68,7 +68,7 @@ struct Layout {
   Tensor dense(const Tensor& x) const { return x.defined() ? x.contiguous(format) : x; }
 
  private:
-  // As `_layout` of hfnn/ops/batch_norm.py.
+  // As `suggested` of hfnn/ops/layout.py.
   static bool is_last(const Tensor& x) {
     if (x.is_contiguous() || x.dim() < 4 || x.dim() > 5) return false;
     int64_t least = 0;
@@ -326,6 +326,7 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
     }
     node->inputs[BatchNormRoom::kMean].save(mean, true);
     node->inputs[BatchNormRoom::kRstd].save(rstd, true);
+    if (fault(kFlagsTurned) && flags.defined()) flags.bitwise_not_();
     node->inputs[BatchNormRoom::kFlags].save(flags, true);
     node->table = &table;
     node->module = table.chosen;

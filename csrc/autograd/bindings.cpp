@@ -1,5 +1,6 @@
 // hfnn._autograd: the calls of rooms in C++, one per family. hfnn/core/native.py passes the tables of ops.
 #include <ATen/record_function.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
@@ -58,6 +59,16 @@ Room* node_of(py::handle node) {
 }
 
 }  // namespace
+
+Tensor Kept::stored() const {
+  if (held_.defined() || hooked_ || released_ || taken() || !defined_) return held_;
+  return mark_.holds() ? saved_.unpack() : Tensor();
+}
+
+std::optional<PyObject*> Kept::packed() const {
+  auto data = saved_.retrieve_unpack_hook_data();
+  return data ? std::optional(data->second.ptr(getPyInterpreter())) : std::nullopt;
+}
 
 bool sharded_parameters() {
   if (resharded) return true;
@@ -148,7 +159,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("profiles_flops", profiles_flops, "Whether a profiler counts the FLOPs of this thread's ops.");
   m.def("record", at::enableRecordFunction, "Whether profilers see the ops of this thread.");
   m.def("force", [](int kind) { forced = kind; });
-  m.def("enable", [](bool on) { enabled = on; }, "With False every room runs in Python.");
+#ifdef HFNN_FAULTS
+  m.def("plant", [](int fault) { planted = fault; }, "For tests: the number of a defect of nodes, 0 for none.");
+#endif
   m.def("set_recipes", [](bool on) { state().recipes = on; });
   m.def("set_wide_on_cpu", [](bool on) { state().wide_on_cpu = on; });
   m.def("set_resharded", [](bool on) { resharded = on; });

@@ -20,6 +20,10 @@ Mask::Mask(const Tensor& x, double p) : threshold(int64_t(std::nearbyint(p * 429
     seed.value = at::empty({}, at::kLong).random_().item<int64_t>();
     return;
   }
+  if (capturing(x)) {
+    pair = at::empty({2}, x.options().dtype(at::kLong)).random_();
+    return;
+  }
   auto generator = at::globalContext().defaultGenerator(x.device());
   std::lock_guard<std::mutex> lock(generator.mutex());
   offset.value = int64_t(generator.get_offset());
@@ -30,7 +34,7 @@ Mask::Mask(const Tensor& x, double p) : threshold(int64_t(std::nearbyint(p * 429
 
 static Tensor dropped(const DropoutKernel& kernel, const Mask& mask, const Tensor& x, ScalarType out) {
   Tensor y = like(x, out);
-  kernel.forward(x, Flat{x}, Flat{y}, mask.threshold, mask.scale, mask.seed, mask.offset, Tensor());
+  kernel.forward(x, Flat{x}, Flat{y}, mask.threshold, mask.scale, mask.seed, mask.offset, mask.pair);
   return y;
 }
 
@@ -93,12 +97,12 @@ static PyObject* dropout(PyObject* self, PyObject* const* args, Py_ssize_t count
   auto& table = table_of<DropoutTable>(self);
   const Tensor* x = plain(args[0]);
   if (!table.worth(x, args[count - 1])) Py_RETURN_NONE;
-  if (!x || !PyFloat_Check(args[1]) || !plain_context() || !dense(*x) || capturing(*x)) Py_RETURN_NOTIMPLEMENTED;
+  if (!x || !PyFloat_Check(args[1]) || !plain_context()) Py_RETURN_NOTIMPLEMENTED;
   DropoutKernel* kernel = table.choose(*x, x->scalar_type(), 1, table.out_dtype(*x, args[0]));
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
   if (x->is_cuda() && ambiguous(*x)) Py_RETURN_NONE;  // torch's result is channels-last, or not
-  return THPVariable_Wrap(
-      apply_mask(*x, kernel, Mask(*x, PyFloat_AS_DOUBLE(args[1])), x->strides(), true, table.chosen));
+  const auto strides = dense(*x) ? x->strides().vec() : result_strides(*x, *x);
+  return THPVariable_Wrap(apply_mask(*x, kernel, Mask(*x, PyFloat_AS_DOUBLE(args[1])), strides, true, table.chosen));
   END_HANDLE_TH_ERRORS
 }
 
@@ -150,7 +154,7 @@ static PyObject* dropout_add(PyObject* self, PyObject* const* args, Py_ssize_t c
   const Tensor *x = plain(args[0]), *residual = plain(args[1]);
   if (!table.worth(x, args[count - 1])) Py_RETURN_NONE;
   if (!x || !residual || !PyFloat_Check(args[2]) || !plain_context()) Py_RETURN_NOTIMPLEMENTED;
-  if (!addable(*x, *residual) || capturing(*x)) Py_RETURN_NOTIMPLEMENTED;
+  if (!addable(*x, *residual)) Py_RETURN_NOTIMPLEMENTED;
   const DropoutKernel* kernel = table.choose(*x, x->scalar_type(), 1, residual->scalar_type());
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
 
@@ -161,7 +165,7 @@ static PyObject* dropout_add(PyObject* self, PyObject* const* args, Py_ssize_t c
     const BelowAutograd below;
     const Tensor a = x->contiguous(), b = residual->contiguous();
     y = like(b, b.scalar_type());
-    kernel->add(a, a, b, y, mask.threshold, mask.scale, mask.seed, mask.offset, Tensor());
+    kernel->add(a, a, b, y, mask.threshold, mask.scale, mask.seed, mask.offset, mask.pair);
   }
   finish_sum(y, *x, *residual, kernel, mask, table.chosen);
   return THPVariable_Wrap(y);

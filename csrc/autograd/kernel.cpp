@@ -16,7 +16,6 @@
 namespace hfnn::node {
 
 int forced = 0;
-bool enabled = true;
 
 Floors::Floors(const py::dict& floors) {
   const char* names[kPrefers] = {"auto", "memory", "speed"};
@@ -81,7 +80,7 @@ bool plain_context() {
   constexpr c10::DispatchKeySet odd({DispatchKey::Functionalize, DispatchKey::FuncTorchDynamicLayerFrontMode,
                                      DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode});
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  return enabled && forced != 1 && !keys.included_.has_any(odd) && !observed() && !recorded() &&
+  return forced != 1 && !keys.included_.has_any(odd) && !observed() && !recorded() &&
          !torch::jit::tracer::isTracing() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 

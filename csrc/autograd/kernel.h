@@ -209,8 +209,6 @@ enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
 Prefer prefer_of(PyObject* text);  // kPrefers: unknown
 // What hfnn.use forces: 0 nothing, 1 torch's own ops, else a kind of kernel.
 extern int forced;
-// Whether rooms here take calls. Switched off in tests of the rooms in Python.
-extern bool enabled;
 
 // `Op.floors`: by preference, the number of elements from which a kernel pays, on the CPU and on CUDA.
 class Floors {
@@ -273,8 +271,8 @@ class Table : public Choices {
   std::unordered_map<PyObject*, std::unique_ptr<K>> kernels_;
 };
 
-// A call from Python returns the result, None if torch's own op must run, or NotImplemented if the room in Python must
-// be asked.
+// A call from Python returns the result, None if torch's own op must run, or NotImplemented if it must run and Python
+// may explain why.
 
 // Whether rooms take the call at all: no tracer or transform, no TorchFunctionMode, and the usual dispatch keys. They
 // do in dispatch modes, which see what they allocate, and while gradients of many dy are computed at once, where a
@@ -295,6 +293,8 @@ inline py::object maybe(const Tensor& x) { return x.defined() ? py::cast(x) : py
 // Layouts, as in hfnn/ops/layout.py.
 inline bool dense(const Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
 hfnn::Tensor in_order(const Tensor& x);  // a dense tensor, in memory order
+// x, or a copy in the order of torch's results if x is not dense.
+inline Tensor densely(const Tensor& x) { return dense(x) ? x : at::empty_like(x).copy_(x); }
 bool in_rows(const Tensor& x);
 // A new tensor with the strides that torch's elementwise ops give for a dense x. In dimensions of size 1 they are the
 // usual ones, whatever x has.

@@ -75,7 +75,7 @@ Tensor shared_cast(const Tensor& x, ScalarType dtype) {
   if (x.scalar_type() == dtype) return x;
   if (!graph_of(x)) return x.to(dtype);
   static thread_local LastCast last;
-  if (last.x._unsafe_get_target() == x.unsafeGetTensorImpl() && last.version == x._version()) {
+  if (last.x._unsafe_get_target() == x.unsafeGetTensorImpl() && (last.version == x._version() || fault(kStaleCast))) {
     auto low = last.low.lock();
     if (low && c10::typeMetaToScalarType(low->dtype()) == dtype) return Tensor(std::move(low));
   }
@@ -118,25 +118,6 @@ Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
 }
 
 namespace {
-// No dispatch mode of a user sees what runs meanwhile.
-class WithoutModes {
- public:
-  WithoutModes() {
-    if (!Modes::any_modes_set(true)) return;
-    before_ = Modes::get_state();
-    while (Modes::any_modes_set(true)) Modes::pop_stack();
-  }
-  WithoutModes(const WithoutModes&) = delete;
-  WithoutModes& operator=(const WithoutModes&) = delete;
-  ~WithoutModes() {
-    if (before_) Modes::set_state(std::move(*before_));
-  }
-
- private:
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  std::optional<Modes> before_;
-};
-
 // Whether a dispatch mode may read values: it must see every op, and see it once. Needs the GIL.
 bool watching() {
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set(true)) return false;

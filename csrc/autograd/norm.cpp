@@ -50,10 +50,9 @@ struct NormKernel {
   // Like forward, but first computes its input as a sum with dropout.
   void add(const Tensor& x, const Tensor& residual, const Tensor& sum, const Tensor& w, const Tensor& b,
            const Tensor& y, const Tensor& mean, const Tensor& rstd, double eps, double offset, const Mask& m) const {
-    const Tensor none;
     if (centre)
-      return layer_add_(x, x, residual, sum, w, b, y, mean, rstd, eps, m.threshold, m.scale, m.seed, m.offset, none);
-    rms_add_(x, x, residual, sum, w, y, rstd, eps, offset, m.threshold, m.scale, m.seed, m.offset, none);
+      return layer_add_(x, x, residual, sum, w, b, y, mean, rstd, eps, m.threshold, m.scale, m.seed, m.offset, m.pair);
+    rms_add_(x, x, residual, sum, w, y, rstd, eps, offset, m.threshold, m.scale, m.seed, m.offset, m.pair);
   }
 
   const bool centre;
@@ -114,6 +113,7 @@ struct NormRoom : Room {
                      offset);
     if (to_x) dx = table->centre ? dx.view(x.sizes()) : like_dy(dx.view(x.sizes()), dy);
     if (to_x && !table->centre && cols > 1 && dy.is_cpu() && ambiguous(dy)) dx = laid(dx, broadcast_strides(dy));
+    if (fault(kWrongInput) && to_weight && to_bias) dbias = dweight;
     return {dx, dweight, dbias};
   }
 
@@ -138,13 +138,14 @@ struct NormCall {
 static bool read(const NormTable& table, const Tensor& x, PyObject* const* args, NormCall& call) {
   call.weight = plain_or_none(args[1]);
   call.bias = plain_or_none(args[2]);
-  if (!call.weight || !call.bias || !(PyFloat_Check(args[3]) || args[3] == Py_None)) return false;
+  if (!call.weight || !call.bias || !(PyFloat_Check(args[3]) || PyLong_Check(args[3]) || args[3] == Py_None))
+    return false;
   if (args[0] != Py_None) {
-    if (!PyTuple_Check(args[0])) return false;
-    call.dims = PyTuple_GET_SIZE(args[0]);
+    if (!PyTuple_Check(args[0]) && !PyList_Check(args[0])) return false;
+    call.dims = PySequence_Fast_GET_SIZE(args[0]);
     if (call.dims < 1 || call.dims > x.dim()) return false;
     for (int64_t i = 0; i < call.dims; ++i) {
-      PyObject* size = PyTuple_GET_ITEM(args[0], i);
+      PyObject* size = PySequence_Fast_GET_ITEM(args[0], i);
       if (!PyLong_Check(size) || PyLong_AsLongLong(size) != x.size(x.dim() - call.dims + i)) return false;
     }
   } else if (x.dim() < 1 || !in_rows(x)) {
@@ -159,7 +160,7 @@ static bool read(const NormTable& table, const Tensor& x, PyObject* const* args,
   if (!goes_with(x, {call.weight, call.bias})) return false;
   const double least =
       x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
-  call.eps = args[3] == Py_None ? least : PyFloat_AS_DOUBLE(args[3]);
+  call.eps = args[3] == Py_None ? least : PyFloat_AsDouble(args[3]);
   call.offset = PyFloat_AsDouble(args[4]);
   call.parameters[0] = is_source(args[1]);
   call.parameters[1] = is_source(args[2]);
@@ -238,7 +239,7 @@ static PyObject* add_norm(PyObject* self, PyObject* const* args, Py_ssize_t coun
   if (!x || !residual || !PyFloat_Check(args[7]) || !plain_context() || !read(table.fused, *residual, args + 2, call))
     Py_RETURN_NOTIMPLEMENTED;
   const double p = PyFloat_AS_DOUBLE(args[7]);
-  if (!(p >= 0 && p < 1) || !addable(*x, *residual) || (p > 0 && capturing(*x))) Py_RETURN_NOTIMPLEMENTED;
+  if (!(p >= 0 && p < 1) || !addable(*x, *residual)) Py_RETURN_NOTIMPLEMENTED;
   const ScalarType dtype = residual->scalar_type();
   call.out = table.norm.out_dtype(*residual, args[1]);
   const NormKernel* kernel = table.fused.choose(*residual, dtype, call.cols, call.out);

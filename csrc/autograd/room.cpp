@@ -63,28 +63,6 @@ static std::optional<c10::Stream> stream_of(const Tensor& x) {
   return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
 }
 
-static const void* address(const Tensor& x) { return is_fake(x) ? nullptr : x.data_ptr(); }
-
-namespace {
-// A mode of fake tensors, where it is not on.
-class InMode {
- public:
-  explicit InMode(const FakeMode& mode) : on_(mode && !fake_mode()) {
-    if (on_) Modes::set_mode(mode, kFake);
-  }
-  InMode(const InMode&) = delete;
-  InMode& operator=(const InMode&) = delete;
-  ~InMode() {
-    if (on_) Modes::unset_mode(kFake);
-  }
-
- private:
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  static constexpr auto kFake = c10::impl::TorchDispatchModeKey::FAKE;
-  const bool on_;
-};
-}  // namespace
-
 Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._version()) {}
 
 // Kept
@@ -167,6 +145,7 @@ Tensor Kept::own() {
 }
 
 bool Kept::intact() const {
+  if (fault(kSourcesNotCompared)) return true;
   if (!defined_) return true;
   return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
 }
@@ -263,19 +242,10 @@ Tensor Kept::found(ScalarType dtype) {
 }
 
 Tensor Kept::part(ScalarType dtype, bool last) {
+  if (fault(kFirstSource) && producer_) return producer_->kept().front().part(last);
   if (!defined_ || released_ || !taken()) return get(dtype);
   if (token_) return of_token("get", dtype, last);
   return producer_->rebuild(*this, dtype, last);
-}
-
-Tensor Kept::stored() const {
-  if (held_.defined() || hooked_ || released_ || taken() || !defined_) return held_;
-  return mark_.holds() ? saved_.unpack() : Tensor();
-}
-
-std::optional<PyObject*> Kept::packed() const {
-  auto data = saved_.retrieve_unpack_hook_data();
-  return data ? std::optional(data->second.ptr(getPyInterpreter())) : std::nullopt;
 }
 
 void Kept::release() {
@@ -317,7 +287,7 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
     if (!input.source()) return;
     steps_ += input.steps();
   }
-  if (steps_ > kLongest) return;
+  if (steps_ > kLongest && !fault(kNoBound)) return;
   version_ = y._version();
   data_ = address(y);
   sizes_.assign(y.sizes().begin(), y.sizes().end());
@@ -330,7 +300,7 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
 bool Room::gives(const Tensor& y) {
   return carries_ && !released_ && y._version() == version_ && address(y) == data_ && y.scalar_type() == dtype_ &&
          y.sizes() == at::IntArrayRef(sizes_) && y.strides() == at::IntArrayRef(strides_) && made_on_ == stream_of(y) &&
-         intact() && same(hooks_, hooks_now());
+         intact() && (same(hooks_, hooks_now()) || fault(kHooksNotCompared));
 }
 
 bool Room::intact() {
@@ -355,7 +325,7 @@ Tensor Room::built(ScalarType dtype) {
   const InMode mode(fake_mode_);
   at::AutoGradMode no_grad(false);
   const BelowAutograd below;
-  return as(watched(build(dtype)), dtype);
+  return as(as(watched(build(dtype)), fault(kNotWidened) ? at::kBFloat16 : dtype), dtype);
 }
 
 Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
@@ -436,7 +406,10 @@ variable_list Room::apply(variable_list&& dys) {
     if (dy._fw_grad(0).defined()) return with_tangents(dy);
     if (at::GradMode::is_enabled()) return differentiable(dy);
     const BelowAutograd below;
-    return gradients(dy);
+    variable_list found = gradients(dy);
+    if (fault(kWritesToDy)) dy.zero_();
+    if (fault(kGraphCleared)) release_variables();
+    return found;
   } catch (const c10::Error& error) {
     throw_explained(getptr(), error);
   }
@@ -460,7 +433,7 @@ variable_list Room::with_tangents(const Tensor& dy) {
 
 void Room::release_variables() {
   int compiled = kCompiled;  // in compiled autograd, the graph is released before it runs
-  if (compiled_.compare_exchange_strong(compiled, kReleasedLater)) return;
+  if (compiled_.compare_exchange_strong(compiled, kReleasedLater) || fault(kRecipesKept)) return;
   bool waiting;
   {
     std::lock_guard<std::mutex> lock(sharing_);

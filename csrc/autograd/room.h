@@ -4,12 +4,7 @@
 // consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does
 // the same for nodes in Python; a chain may mix both.
 #pragma once
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/core/SafePyObject.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -20,6 +15,8 @@
 #include <mutex>
 #include <optional>
 #include <span>
+
+#include "modes.h"
 
 namespace hfnn::node {
 using at::ScalarType;
@@ -39,36 +36,6 @@ auto make_node() {
 }
 
 class Room;
-
-// Tensors without values (FakeTensor). Rooms take them in their mode and launch nothing: a node keeps what it keeps in
-// a real step. Whatever is made in the mode is fake.
-using FakeMode = std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>;
-inline FakeMode fake_mode() {
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  if (!Modes::any_modes_set()) return nullptr;
-  return Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).value_or(nullptr);
-}
-// Whether a tensor's address means nothing.
-inline bool is_fake(const Tensor& x) { return x.unsafeGetTensorImpl()->is_python_dispatch(); }
-
-// Rooms run below autograd. A dispatch mode must see torch's ops as it does in torch, after autograd's keys have taken
-// them apart.
-class BelowAutograd {
- public:
-  BelowAutograd() {
-    if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-      below_.emplace();
-    } else {
-      no_graph_.emplace(false);
-      no_views_.emplace(c10::DispatchKey::ADInplaceOrView);
-    }
-  }
-
- private:
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
-  std::optional<at::AutoGradMode> no_graph_;
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_views_;
-};
 
 // A tensor's current version. Tells later whether the tensor was written to, without keeping its memory.
 struct Mark {
@@ -232,6 +199,30 @@ class Room : public Node {
   Tensor shared_, left_;               // for the consumers of this backward; for those of later ones
   std::optional<c10::Stream> stream_;  // of shared_
 };
+
+// Defects that tests plant, one at a time: tests/fuzz/convert_faults.py. Builds for users have none.
+enum Fault {
+  kNoFault,
+  kSourcesNotCompared,
+  kNoBound,
+  kHooksNotCompared,
+  kRecipesKept,
+  kFirstSource,
+  kNotWidened,
+  kStaleCast,
+  kWrongInput,
+  kWritesToDy,
+  kMemoryKept,
+  kGraphCleared,
+  kFlagsTurned,
+  kFaults
+};
+#ifdef HFNN_FAULTS
+inline std::atomic<int> planted{kNoFault};
+inline bool fault(Fault f) { return planted == f; }
+#else
+constexpr bool fault(Fault) { return false; }
+#endif
 
 // Switches and counters for tests and reports.
 struct State {

@@ -38,11 +38,13 @@ struct DropoutTable : Table<DropoutKernel> {
   explicit DropoutTable(py::object op) : Table(std::move(op)) {}
 };
 
-// A dropout mask, defined by a seed and an offset. By default nothing is dropped.
+// A dropout mask, defined by a seed and an offset. By default nothing is dropped. pair: both, drawn on the device at
+// every replay of a CUDA graph.
 struct Mask {
   int64_t threshold = 0;
   double scale = 1;
   Fresh seed{0}, offset{0};
+  Tensor pair;
 
   Mask() = default;
   // Drops a fraction p. Seed and offset come from the default generator of x's device, as in `draw` of

@@ -128,24 +128,31 @@ struct SmoothRoom : Room {
   const SmoothKernel* kernel;
   const Numbers* numbers;
   ScalarType out;
+  Tensor nothing;  // for a fault
 
   std::span<Kept> kept() override { return input; }
   std::string name() const override { return table->label; }
 
   Tensor build(ScalarType dtype) override {
-    Tensor x = input[0].part();
+    const Tensor x = given(input[0].part());
     Tensor y = like(x, table->casts ? into(x, dtype) : out);
     kernel->forward({x}, {y}, *numbers, y.scalar_type() != out);
     return y;
   }
 
   variable_list gradients(const Tensor& dy) override {
-    Tensor a = dy, x = input[0].get();
+    const Tensor kept = input[0].get();
+    Tensor a = dy, x = table->casts ? kept : as(kept, out);
+    if (table->like_x) x = densely(x);
     if (table->like_x && ambiguous(x)) x = like(x, x.scalar_type()).copy_(x);  // as the result: torch makes dx from it
     const Tensor dx = table->like_x ? order(x, a, x.scalar_type()) : order(a, x, x.scalar_type());
     kernel->backward({a}, {x}, {dx}, *numbers);
-    return {dx};
+    if (fault(kMemoryKept)) nothing = at::empty({0}, dy.options());
+    return {as(dx, kept.scalar_type())};
   }
+
+  // What the kernel takes for x.
+  Tensor given(const Tensor& x) const { return densely(table->casts ? x : as(x, out)); }
 
   variable_list differentiable(const Tensor& dy) override {
     Tensor x = input[0].get();
@@ -162,9 +169,8 @@ static PyObject* smooth(PyObject* self, PyObject* const* args, Py_ssize_t count)
   if (!table.worth(x, args[2])) Py_RETURN_NONE;
   if (!x || !plain_context()) Py_RETURN_NOTIMPLEMENTED;
   const Numbers* numbers = table.of(args + 3, count - 3);
-  if (!numbers || !dense(*x)) Py_RETURN_NOTIMPLEMENTED;
+  if (!numbers) Py_RETURN_NOTIMPLEMENTED;
   const ScalarType out = args[1] == Py_None ? table.out_dtype(*x, args[0]) : scalar_type(args[1]);
-  if (out != x->scalar_type() && !table.casts) Py_RETURN_NOTIMPLEMENTED;
   SmoothKernel* kernel = table.choose(*x, x->scalar_type(), 1, out);
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
 
@@ -175,8 +181,9 @@ static PyObject* smooth(PyObject* self, PyObject* const* args, Py_ssize_t count)
   {
     pybind11::gil_scoped_release no_gil;
     const BelowAutograd below;
-    y = like(*x, out);
-    kernel->forward({*x}, {y}, *numbers, false);
+    const Tensor dense_x = densely(table.casts ? *x : as(*x, out));
+    y = like(dense_x, out);
+    kernel->forward({dense_x}, {y}, *numbers, false);
   }
   if (grad) {
     node->table = &table;

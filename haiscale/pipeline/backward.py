@@ -28,8 +28,6 @@ PRODUCTS = frozenset(
     for name in ("Addmm", "Mm", "Bmm", "Addbmm", "Baddbmm", "Linear", "Mv", "Addmv", "Convolution", "_Linear")
 )
 TOGETHER = 64 << 20  # bytes of weights' gradients per call of torch's engine, because a call is slow on the host
-# Python functions that query the engine themselves, by the names of their classes.
-SEPARABLE = frozenset({("hfnn.ops.linear", "_Linear")})
 
 
 def edges(outputs: Sequence[Tensor | None]) -> list[GradientEdge | None]:
@@ -228,11 +226,8 @@ def _sides(node, behind):
 
 
 def _separable(node):
-    name = node.name().rstrip("0123456789")
-    function = getattr(type(node), "_forward_cls", None)
-    if function is not None:
-        return (function.__module__, function.__name__) in SEPARABLE
-    return name in PRODUCTS
+    in_python = hasattr(type(node), "_forward_cls")  # a Function of the same name
+    return not in_python and node.name().rstrip("0123456789") in PRODUCTS
 
 
 def _inputs_first(roots):

@@ -81,19 +81,6 @@ def instead(formula, *tensors, needs: tuple[bool, ...] | None = None):
         yield
 
 
-def after(formula, call, *tensors_and_how):
-    """call(*tensors, how), for which a FlopCounterMode counts the products of formula(*tensors), but none if it raises.
-
-    A checkpoint's second forward ends at the last tensor that is saved: torch saves those of a product before it runs.
-    """
-    if not by_mode():
-        return call(*tensors_and_how)
-    with uncounted():
-        result = call(*tensors_and_how)
-    forward(formula, *(None if t is None else t.shape for t in tensors_and_how[:-1]))
-    return result
-
-
 def _replace(modes: list) -> None:
     for _ in range(_depth()):
         torch._C._pop_torch_dispatch_stack(None)

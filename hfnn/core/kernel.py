@@ -287,6 +287,14 @@ class Op:
             return None
         return self._choose(x, others, math.prod(row), out, prefer, dtype)
 
+    def left(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto") -> None:
+        """Explains why torch's own op runs, as `select` does, after the node in C++ has refused the call."""
+        if self.passes(x, prefer):
+            return
+        if _forced not in (None, "torch") and native.extension is None:
+            raise NoKernel(f"{self.name}: `{_forced}` was asked for; hfnn._autograd is missing: {native.why}")
+        self.select(x, *others, row=row, out=out, prefer=prefer)
+
     def find(self, x: torch.Tensor, dtype: torch.dtype | None = None, cols: int = 0) -> Kernel | None:
         """The first kernel for tensors on x's device, of `dtype` if it is not x's, regardless of `use`.
 

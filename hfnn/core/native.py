@@ -1,9 +1,9 @@
 """Rooms in C++: hfnn._autograd, an extension for one version of torch.
 
 `extension` is the module, or None if it is missing; `why` then has the reason. A room first makes its call there. The
-call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if the
-room in Python must run: for a tracer, a transform, a subclass of Tensor, or without the extension. Where the package
-has none for this torch, it is built (build.py).
+call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if it
+must run for another reason, which `Op.left` explains: a tracer, a transform, a subclass of Tensor, or no extension.
+Where the package has none for this torch, it is built (build.py).
 """
 
 import functools
@@ -45,8 +45,8 @@ extension, why = _load()
 
 def call(kind: str, *table):
     """The call of a room of this kind ("norm", "smooth", ...) with its table."""
-    return _python if extension is None else getattr(extension, kind)(*table)
+    return _missing if extension is None else getattr(extension, kind)(*table)
 
 
-def _python(*_):
+def _missing(*_):
     return NotImplemented

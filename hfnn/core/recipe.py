@@ -36,8 +36,7 @@ from hfnn.core.native import extension as native
 _hooks, _at_the_end = torch._C._autograd._top_saved_tensors_default_hooks, torch.autograd.Variable._execution_engine
 _task, _retained = torch._C._current_graph_task_id, torch._C._autograd._get_current_graph_task_keep_graph
 
-# Nodes that building a tensor may run, at most (in C++: kLongest). A result that would take more is
-# kept, as torch keeps it.
+# Nodes that building a tensor may run, at most (in C++: kLongest). A result that would take more is kept, as in torch.
 LONGEST = 16
 
 _resharded = False
@@ -365,23 +364,6 @@ def saved(ctx) -> list | tuple:
         for at, token in tokens.items():
             tensors[at] = token.tensor()
     return tensors
-
-
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`, differentiable. For a tensor of the graph, all consumers share one cast while any of them keeps it.
-
-    The node that made x holds it weakly. Any other tensor may be refilled between calls without a new version: by
-    numpy, a receive, or `.data`.
-    """
-    if x.dtype is dtype or x.grad_fn is None or type(x) is FakeTensor:
-        return as_dtype(x, dtype)
-    casts, key, look = x.grad_fn.metadata, ("hfnn", x.output_nr, dtype), _look(x)
-    before, ref = casts.get(key, (None, None))
-    low = ref() if before == look else None
-    if low is None:
-        low = x.to(dtype=dtype)
-        casts[key] = look, TensorWeakRef(low)
-    return low
 
 
 def parameters_may_be_resharded() -> bool:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import native
-from hfnn.core.context import compiling, is_plain
+from hfnn.core.context import compiling
 from hfnn.core.kernel import Op, kernels
-from hfnn.ops import dropout, dropout_add, layer_norm, rms_norm
+from hfnn.ops import dropout_add, layer_norm, rms_norm
 
 
 def _op(norm, by_torch, floor, p) -> Op:
@@ -67,6 +67,11 @@ _layer_native = native.call("add_norm", LAYER, layer_norm._native, dropout_add._
 _rms_native = native.call("add_norm", RMS, rms_norm._native, dropout_add._native)
 
 
+def _left(op, norm, residual, parameters, normalized_shape, prefer) -> None:
+    if not op.passes(residual, prefer):
+        op.left(residual, *parameters, row=normalized_shape, out=norm.out_dtype(residual), prefer=prefer)
+
+
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -100,8 +105,7 @@ def add_layer_norm(
     if not compiling():
         results = _layer_native(input, residual, normalized_shape, weight, bias, eps, 0.0, dropped, prefer)
     if results is NotImplemented:
-        how = weight, bias, eps
-        results = _in_python(LAYER, layer_norm, input, residual, normalized_shape, how[:2], how, dropped, prefer)
+        results = _left(LAYER, layer_norm.OP, residual, (weight, bias), normalized_shape, prefer)
     if results is not None:
         return results
     total = dropout_add.dropout_add(input, residual, p, training, prefer=prefer)
@@ -144,51 +148,10 @@ def add_rms_norm(
     if not compiling():
         results = _rms_native(input, residual, normalized_shape, weight, None, eps, offset, dropped, prefer)
     if results is NotImplemented:
-        how = weight, eps, offset
-        results = _in_python(RMS, rms_norm, input, residual, normalized_shape, (weight,), how, dropped, prefer)
+        results = _left(RMS, rms_norm.OP, residual, (weight,), normalized_shape, prefer)
     if results is not None:
         return results
     if offset == 0:
         total = dropout_add.dropout_add(input, residual, p, training, prefer=prefer)
         return rms_norm.rms_norm(total, normalized_shape, weight, eps, prefer=prefer), total
     return RMS.torch(input, residual, normalized_shape, weight, eps, p=p, training=training, offset=offset)
-
-
-class _Summed:
-    """The norm's kernel for a sum that is only allocated: its forward also computes the sum; the rest is unchanged."""
-
-    def __init__(self, kernel, p, drawn):
-        self._kernel, self._drop = kernel, (*dropout_add.numbers(p), *drawn)
-        self._terms = None
-
-    def fill(self, x, residual):
-        self._terms = x, residual
-
-    def forward(self, sum_RC, *rest):
-        *rest, queue = rest
-        terms, self._terms = self._terms, None  # they must not live as long as the autograd nodes
-        self._kernel.add(*(t.view(sum_RC.shape) for t in terms), sum_RC, *rest, *self._drop, queue)
-
-    def __getattr__(self, function):
-        return getattr(self._kernel, function)
-
-
-def _in_python(op, norm, x, residual, normalized_shape, parameters, how, p, prefer):
-    """(y, sum); None if no kernel accepts the call: other ops then run, or raise. how: for the norm's node."""
-    if op.passes(residual, prefer):
-        return None
-    out = norm.OP.out_dtype(residual)
-    kernel = op.select(residual, *parameters, row=normalized_shape, out=out, prefer=prefer)
-    if kernel is None or not (0 <= p < 1 and is_plain(x) and x.device == residual.device):
-        return None
-    if not (dropout_add.fits(x, residual) and layer_norm.fits(residual, normalized_shape, *parameters)):
-        return None
-    dropped, drawn = None, (0, 0, None)
-    if p:
-        dropped = dropout_add.OP.select(x, residual, out=residual.dtype, prefer="memory")
-        if dropped is None:
-            return None
-        drawn = dropout.philox_seed(x)
-    fused = _Summed(kernel, p, drawn)
-    total = dropout_add.run(x, residual, p, drawn, dropped, fused.fill)
-    return norm._run(total, *how, normalized_shape, out, fused), total

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfnn.core import bits, native, recipe
+from hfnn.core import bits, native
 from hfnn.core.context import compiling, is_plain
-from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import Op, forced, kernels
+from hfnn.core.function import double_backward
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import piecewise, smooth
-from hfnn.ops.flat import Link, flat
-from hfnn.ops.layer_norm import statistics_dtype
-from hfnn.ops.layout import LAST, ambiguous, laid, result_strides, suggested
+from hfnn.ops.flat import flat
+from hfnn.ops.layout import LAST
 
 # The activations, by their numbers in the kernels; those up to PIECEWISE may follow a sum.
 ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
@@ -117,16 +116,6 @@ ACT = _op(
 OPS = OP, ACT
 
 
-def _layout(x) -> torch.memory_format:
-    """The memory format of torch's result for x: channels last if the strides of x are in that order."""
-    return torch.contiguous_format if x.is_contiguous() else suggested(x)
-
-
-def _planes_of_one(x, layout) -> bool:
-    """Whether kernels see channels last in memory; this is also so if each channel has one element."""
-    return layout is not torch.contiguous_format or x.numel() == x.shape[0] * x.shape[1]
-
-
 def _planes(x, layout):
     """x in that format as (P, C, S): a view of its memory."""
     if x is None:
@@ -135,13 +124,6 @@ def _planes(x, layout):
         return x.view(*x.shape[:2], math.prod(x.shape[2:]))
     channels = x.shape[1]
     return x.as_strided((x.numel() // channels, channels, 1), (channels, 1, 1))
-
-
-def _flags(x_PCS):
-    """Memory for one bit per element."""
-    planes, channels, size = x_PCS.shape
-    shape = (bits.size(x_PCS.numel()),) if size == 1 else (planes, channels, bits.size(size))
-    return torch.empty(shape, dtype=torch.uint8, device=x_PCS.device)
 
 
 def _mask(packed, x, layout):
@@ -157,72 +139,6 @@ def _mask(packed, x, layout):
         if layout is torch.contiguous_format
         else torch.empty_like(x, dtype=torch.bool).copy_(found.view(x.shape[0], *x.shape[2:], channels).movedim(-1, 1))
     )
-
-
-def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
-    """(y, mean_C, rstd_C, flags or None). keep: whether flags are needed, if there is a residual."""
-    training, momentum, eps, kind, slope = how
-    x = x.contiguous(memory_format=layout)
-    residual = residual if residual is None else residual.contiguous(memory_format=layout)
-    y = torch.empty_like(x, memory_format=layout)
-    x_PCS, residual_PCS, y_PCS = (_planes(t, layout) for t in (x, residual, y))
-    flags = _flags(x_PCS) if keep and residual is not None and kind else None
-    wide = statistics_dtype(x)
-    if training:
-        mean, rstd = torch.empty(2, x.shape[1], dtype=wide, device=x.device)
-        partials = torch.empty(3, kernel.partials(*x_PCS.shape), x.shape[1], dtype=wide, device=x.device)
-        kernel.forward(
-            x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, *running, partials, momentum, eps, kind, slope,
-            kernel.queue(x),
-        )  # fmt: skip
-    else:
-        # Copies: a change of the running statistics before backward must not affect this call.
-        mean, rstd = running[0].detach().to(wide, copy=True), (running[1].detach().double() + eps).rsqrt_().to(wide)
-        kernel.rebuild(x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, kind, slope, kernel.queue(x))
-    return y, mean, rstd, flags
-
-
-class _BatchNorm(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, residual, running, how, layout, kernel, link):
-        ctx.set_materialize_grads(False)
-        y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
-        # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
-        late = None if bias is None or how[3] else recipe.Unread(bias)
-        recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd, flags))
-        ctx.how, ctx.layout, ctx.kernel, ctx.link = how, layout, kernel, link
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        build = _rebuild(how, layout, kernel, late is not None)
-        return y if residual is not None else recipe.carry(ctx, y, build, token=late)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, mean, rstd, flags = recipe.saved(ctx)
-        needs, kernel = ctx.needs_input_grad[:4], ctx.kernel
-        training, _, _, kind, slope = ctx.how
-        if torch.is_grad_enabled():
-            last = ctx.layout is not torch.contiguous_format
-            found = _second(dy, needs, x, weight, bias, mean, rstd, flags, ctx.how, last, ctx.bias_dtype, ctx.link)
-            return (*found, *(None,) * 5)
-        ctx.link = ctx.link if recipe._retained() else None
-        given = dy
-        x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
-        dx = torch.empty_like(x) if needs[0] else None
-        dresidual = None if not needs[3] else dy if flags is None else torch.empty_like(x)
-        dweight = torch.empty_like(weight) if needs[1] else None
-        dbias = x.new_empty(x.shape[1], dtype=ctx.bias_dtype) if needs[2] else None
-        x_PCS, dy_PCS, dx_PCS = (_planes(t, ctx.layout) for t in (x, dy, dx))
-        partials = None
-        if needs[1] or needs[2] or (needs[0] and training):
-            partials = torch.empty(2, kernel.partials(*x_PCS.shape), x.shape[1], dtype=mean.dtype, device=x.device)
-        kernel.backward(
-            dy_PCS, x_PCS, weight, bias, flags, mean, rstd, dx_PCS,
-            None if flags is None else _planes(dresidual, ctx.layout), dweight, dbias, partials, training, kind, slope,
-            kernel.queue(x),
-        )  # fmt: skip
-        if needs[3] and flags is not None and dy is not given:
-            dresidual = laid(dresidual, result_strides(dresidual, given))
-        return dx, dweight, dbias, dresidual, *(None,) * 5
 
 
 def _formula(how, out_dtype, act=True):
@@ -269,76 +185,6 @@ _native, _native_act = (
 )
 
 
-def _rebuild(how, layout, kernel, late):
-    """A function that makes y from the saved tensors. late: the bias comes before them, not among them."""
-
-    def build(*tensors):
-        first, x, weight, bias, mean, rstd, _ = tensors if late else (None, *tensors)
-        bias = first if late else bias
-        if torch.is_grad_enabled():
-            return _formula(how, x.dtype)(x, weight, bias, mean, rstd)
-        x = x.contiguous(memory_format=layout)
-        y = torch.empty_like(x)
-        x_PCS, y_PCS = _planes(x, layout), _planes(y, layout)
-        kernel.rebuild(x_PCS, weight, bias, None, y_PCS, None, mean, rstd, *how[3:], kernel.queue(x))
-        return y
-
-    return build
-
-
-def _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual) -> bool:
-    """Whether a kernel accepts these; if not, torch's own op runs or raises."""
-    if x.dim() < 2 or x.numel() == 0 or type(momentum) not in (int, float):
-        return False
-    if training and (x.numel() == x.shape[1] or eps <= 0):  # some versions of torch refuse an eps of 0
-        return False
-    if (running_mean is None) is not (running_var is None) or (running_mean is None and not training):
-        return False
-    channels, like = x.shape[1:2], x.dtype if weight is None else weight.dtype
-    for t in (running_mean, running_var):
-        if t is not None and (t.shape != channels or t.dtype is not like or t.device != x.device or not is_plain(t)):
-            return False
-        if t is not None and (not t.is_contiguous() or t.requires_grad):
-            return False
-    if any(p is not None and (p.shape != channels or not p.is_contiguous()) for p in (weight, bias)):
-        return False
-    return residual is None or (
-        residual.shape == x.shape and residual.dtype is x.dtype and residual.device == x.device and is_plain(residual)
-    )
-
-
-def _slower(x, layout) -> bool:
-    """Whether torch's own ops are faster on the CPU with a sum.
-
-    Measured for planes of 49 elements, in 16 bits, and with the channels last where all tensors fit into the caches.
-    """
-    if layout is not torch.contiguous_format:
-        return x.numel() < LEAST_LAST
-    plane = x.numel() // (x.shape[0] * x.shape[1])
-    return plane < LEAST_PLANE or x.dtype.itemsize == 2
-
-
-def _in_python(op, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer):
-    """The result by a kernel, or None if torch's own ops must run."""
-    kernel = op.select(x, weight, bias, out=x.dtype, prefer=prefer)
-    if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
-        return None
-    if (residual is not None and kind > PIECEWISE) or ambiguous(x):  # layouts of torch's results depend on more
-        return None
-    layout = _layout(x)
-    if residual is not None and kind and x.shape[1] % 8 and kernel.name == "triton" and _planes_of_one(x, layout):
-        return None  # its flags need a whole number of bytes per row
-    if residual is not None and x.is_cpu and prefer != "memory" and forced() is None and _slower(x, layout):
-        return None
-    if x.is_cuda and not training and layout is not torch.contiguous_format and x.requires_grad:
-        return None  # torch's gradient of x is contiguous there
-    how = bool(training), float(momentum), eps, kind, slope
-    if torch.is_grad_enabled():
-        link = Link.apply(residual) if residual is not None and kind and residual.requires_grad else None
-        return _BatchNorm.apply(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel, link)
-    return _compute(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel, False)[0]
-
-
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -373,7 +219,7 @@ def batch_norm(
     of_x = running_mean, running_var, weight, bias, training, momentum, eps
     y = None if compiling() else _native(input, *of_x, None, 0, 0.0, prefer)
     if y is NotImplemented:
-        y = _in_python(OP, input, *of_x, None, 0, 0.0, prefer)
+        y = OP.left(input, weight, bias, out=input.dtype, prefer=prefer)
     return F.batch_norm(input, *of_x) if y is None else y
 
 
@@ -414,7 +260,7 @@ def fused(x, running_mean, running_var, weight, bias, training, momentum, eps, r
     """`batch_norm_act` in one call, or None if a norm, a sum and an activation must run separately."""
     of_x = running_mean, running_var, weight, bias, training, momentum, eps, residual, ACTIVATIONS.index(act)
     y = None if compiling() else _native_act(x, *of_x, negative_slope, prefer)
-    return _in_python(ACT, x, *of_x, negative_slope, prefer) if y is NotImplemented else y
+    return ACT.left(x, weight, bias, out=x.dtype, prefer=prefer) if y is NotImplemented else y
 
 
 def arguments(module: nn.Module) -> tuple:

@@ -10,14 +10,11 @@ torch's generator, so `torch.manual_seed` and the recomputation of activation ch
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 
-from hfnn.core import native, recipe
+from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
-from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, result_strides
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -46,56 +43,6 @@ OP = Op(
     recipe_needs_recipe=True,
     bench=((16384, 8192, 0.1),),
 )
-_passes = OP.passes
-
-
-class _Dropout(Function):
-    """Linear in x, so it is its own backward: the same mask and scale applied to dy."""
-
-    @staticmethod
-    def forward(ctx, x, p, seed, offset, pair, kernel, strides):
-        # Only worthwhile if x itself can be rebuilt; otherwise x would be kept instead of y, which saves nothing.
-        ctx.set_materialize_grads(False)
-        token = recipe.take(x)
-        if token is None:
-            ctx.save_for_backward(pair)
-            ctx.recipe = None
-        else:
-            recipe.save(ctx, made=(pair,))
-        y = _build(p, seed, offset, kernel, strides)(x, pair)
-        ctx.kernel, ctx.how = kernel, (p, seed, offset, kernel, y.stride())
-        return y if token is None else recipe.carry(ctx, y, _build(*ctx.how), token=token)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (pair,) = recipe.raw(ctx)
-        dx = _build(*ctx.how)(dy, pair)
-        return _as_torchs(dx, dy), *[None] * 6
-
-
-def _as_torchs(dx, dy):
-    """dx in the layout of torch's: on CUDA channels last or contiguous, whatever dy's; on the CPU that of dy."""
-    if dx.is_contiguous() and dy.is_contiguous() and not (dy.is_cuda and ambiguous(dy)):
-        return dx
-    if dy.is_cuda:
-        return laid(dx, torch.empty_like(dy, device="meta", memory_format=suggest_memory_format(dy)).stride())
-    return dx if dx.stride() == dy.stride() else laid(dx, result_strides(dy, dx))
-
-
-def _build(p, seed, offset, kernel, strides=None):
-    """y of x, in forward and again in backward, with the strides of forward's y, because the mask follows memory
-    order."""
-    threshold, scale = round(p * 2**32), 1 / (1 - p)
-
-    def build(x, pair):
-        if torch.is_grad_enabled():
-            return _Dropout.apply(x, p, seed, offset, pair, kernel, strides)
-        x = _dense(x) if strides is None else laid(x, strides)
-        y = like(x)
-        kernel.forward(in_order(x), in_order(y), threshold, scale, seed, offset, pair, kernel.queue(x))
-        return y
-
-    return build
 
 
 def philox_seed(x, counters=None):
@@ -136,24 +83,13 @@ def dropout(
     """
     if not training or inplace or not 0 < p < 1:
         return nn.functional.dropout(input, p, training, inplace)
-    y = None if compiling() else _native(input, p, prefer)
+    y = None if compiling() else _native(input, float(p), prefer)
     if y is NotImplemented:
-        y = _in_python(input, p, prefer)
+        y = OP.left(input, prefer=prefer)
     return torch.dropout(input, p, training) if y is None else y
 
 
 _native = native.call("dropout", OP)
-
-
-def _in_python(input, p, prefer):
-    kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
-    if kernel is None or (input.is_cuda and ambiguous(input)):  # torch's result may be channels last or not
-        return None
-    p = float(p)  # torch takes a tensor, too
-    seed, offset, pair = philox_seed(input)
-    if torch.is_grad_enabled():
-        return _Dropout.apply(input, p, seed, offset, pair, kernel, None)
-    return _build(p, seed, offset, kernel)(input, pair)
 
 
 class Dropout(nn.Dropout):

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops import dropout
-from hfnn.ops.layout import in_rows, like
 
 
 def reference(x, residual, p=0.5, training=True, *, mask=None):
@@ -52,71 +50,6 @@ OP = Op(
     recipe=False,
     bench=((16384, 8192, 0.1),),
 )
-_passes = OP.passes
-
-
-class _DropoutAdd(Function):
-    @staticmethod
-    def forward(ctx, x, residual, p, drawn, kernel, fill):
-        ctx.set_materialize_grads(False)
-        seed, offset, pair = drawn
-        ctx.save_for_backward(pair)
-        ctx.how, ctx.dtype = (p, seed, offset, kernel), x.dtype
-        return _compute(x, residual, p, drawn, kernel, fill)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (pair,) = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        dx = _dropped(dy, pair, ctx.dtype, *ctx.how) if needs[0] else None
-        return dx, dy if needs[1] else None, None, None, None, None
-
-
-def _compute(x, residual, p, drawn, kernel, fill):
-    x, residual = x.contiguous(), residual.contiguous()
-    y = like(residual)
-    if fill is None:
-        kernel.add(x, residual, y, *numbers(p), *drawn, kernel.queue(x))
-    else:
-        fill(x, residual)
-    return y
-
-
-def _dropped(dy, pair, dtype, p, seed, offset, kernel):
-    """The gradient of x: dy with the mask applied, cast to the dtype of x."""
-    if p == 0:
-        return dy  # the engine casts it
-    if torch.is_grad_enabled():
-        return dropout._build(p, seed, offset, kernel)(dy.to(dtype).contiguous(), pair)
-    in_step = dy.contiguous()
-    dx = like(in_step, dtype)
-    kernel.forward(in_step, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))
-    return dropout._as_torchs(dx, dy)
-
-
-def numbers(p):
-    """(threshold, scale) of the kernels: csrc/dropout.h."""
-    return round(p * 2**32), 1 / (1 - p)
-
-
-def run(*args):
-    """The sum, for (x, residual, p, (seed, offset, pair), kernel, fill).
-
-    With a `fill`, the sum is only allocated here. `fill(x, residual)` passes the terms to the next op, which must
-    compute the sum before it is read (hfnn/ops/add_norm.py).
-    """
-    return _DropoutAdd.apply(*args) if torch.is_grad_enabled() else _compute(*args)
-
-
-def fits(x, residual) -> bool:
-    """Whether the kernels accept such a pair; if not, torch's own ops run, or raise.
-
-    The sum is contiguous, as torch's is for `residual + x` if residual is `in_rows`. Callers that add in the other
-    order must check this for x.
-    """
-    if x.shape != residual.shape or torch.promote_types(x.dtype, residual.dtype) is not residual.dtype:
-        return False
-    return in_rows(residual)
 
 
 def dropout_add(
@@ -140,17 +73,10 @@ def dropout_add(
         if 0 <= p < 1:
             return torch.add(residual, input)
         return residual + nn.functional.dropout(input, p, training)
-    y = None if compiling() else _native(input, residual, p, prefer)
+    y = None if compiling() else _native(input, residual, float(p), prefer)
     if y is NotImplemented:
-        y = _in_python(input, residual, p, prefer)
+        y = OP.left(input, residual, out=getattr(residual, "dtype", None), prefer=prefer)
     return residual + torch.dropout(input, p, training) if y is None else y
 
 
 _native = native.call("dropout_add", OP)
-
-
-def _in_python(input, residual, p, prefer):
-    kernel = None if _passes(input, prefer) else OP.select(input, residual, out=residual.dtype, prefer=prefer)
-    if kernel is None or not fits(input, residual):
-        return None
-    return run(input, residual, p, dropout.philox_seed(input), kernel, None)

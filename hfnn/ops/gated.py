@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfnn.core import native, recipe
+from hfnn.core import native
 from hfnn.core.context import compiling, is_plain
-from hfnn.core.function import Function, double_backward
+from hfnn.core.function import double_backward
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import smooth, table
-from hfnn.ops.layout import ambiguous, in_rows, laid, like_dy, result_strides
 from hfnn.ops.table import BENCH
 
 
@@ -78,75 +77,6 @@ def formula(gate, up, activation: str, gate_first: bool = True):
     return GATES[activation].torch(gate) * up
 
 
-class _Gated(Function):
-    @staticmethod
-    def forward(ctx, gate, up, activation, gate_first, kernel):
-        ctx.set_materialize_grads(False)
-        recipe.save(ctx, gate, up)
-        ctx.how = activation, gate_first, kernel
-        build = _build(*ctx.how)
-        return recipe.carry(ctx, build(gate, up), build)
-
-    @staticmethod
-    def backward(ctx, dy):
-        gate, up = recipe.saved(ctx)
-        activation, gate_first, kernel = ctx.how
-        needs = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled():
-            own = functools.partial(formula, activation=activation, gate_first=gate_first)
-            if up is None:
-                grads = *double_backward(lambda packed: own(packed, None), (gate,), needs[:1], dy), None
-            else:
-                grads = double_backward(own, (gate, up), needs, dy)
-            return *grads, None, None, None
-        if up is None:
-            dgate, dup = _empty(gate.shape, gate), None
-            wanted = halves(_rows(dgate), gate_first)
-        else:
-            dgate, dup = (_empty(gate.shape, gate) if need else None for need in needs)
-            wanted = (None if t is None else _rows(t) for t in (dgate, dup))
-        kernel.backward(_rows(dy), *_operands(gate, up, gate_first), *wanted, GATES[activation].kind, kernel.queue(dy))
-        if up is not None:  # the gradient of a packed tensor is assembled from both and is contiguous
-            if dgate is not None and activation == "relu" and not dy.is_contiguous():
-                dgate = laid(dgate, result_strides(dgate, dy))  # torch computes it in the strides of the result
-            elif dgate is not None:
-                dgate = like_dy(dgate, dy)
-            dup = dup if dup is None else like_dy(dup, dy)
-        return dgate, dup, None, None, None
-
-
-def _build(activation, gate_first, kernel):
-    """y of gate and up, in forward and again in backward."""
-
-    def build(gate, up):
-        if torch.is_grad_enabled():
-            return formula(gate, up, activation, gate_first)
-        shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
-        gate_RC, up_RC = _operands(gate, up, gate_first)
-        y = _empty(shape, gate)
-        kernel.forward(gate_RC, up_RC, _rows(y), GATES[activation].kind, kernel.queue(gate))
-        return y
-
-    return build
-
-
-def _empty(shape, like):
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def _rows(x):
-    """x as (rows, cols) with contiguous rows: x's own memory if its rows are evenly spaced."""
-    cols = x.shape[-1] if x.dim() else 1
-    x_RC = x.reshape(x.numel() // cols if cols else 0, cols)
-    if x_RC.numel() == 0:
-        return _empty(x_RC.shape, x)  # an expanded tensor keeps its strides, because it is empty
-    return x_RC if x_RC.stride(1) == 1 or cols == 1 else x_RC.contiguous()
-
-
-def _operands(gate, up, gate_first):
-    return halves(_rows(gate), gate_first) if up is None else (_rows(gate), _rows(up))
-
-
 _KINDS = {gate.kind: name for name, gate in GATES.items()}
 _natives: dict = {}  # the calls in C++, by the ops' names
 
@@ -164,18 +94,8 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
     if op.name not in _natives:
         _natives[op.name] = native.call("gated", op, _second)
     y = NotImplemented if compiling() else _natives[op.name](gate, up, GATES[activation].kind, gate_first, prefer)
-    if y is not NotImplemented:
-        return y
-    kernel = op.select(gate, up, out=gate.dtype, prefer=prefer)  # autocast leaves these ops alone
-    if kernel is None or (up is not None and (up.shape != gate.shape or up.dtype is not gate.dtype)):
-        return None
-    if not (in_rows(gate) and (up is None or in_rows(up))):  # torch's results then have other strides
-        return None
-    if up is None and ambiguous(gate):
-        return None
-    if torch.is_grad_enabled():
-        return _Gated.apply(gate, up, activation, gate_first, kernel)
-    return _build(activation, gate_first, kernel)(gate, up)
+    # Autocast leaves these ops alone.
+    return op.left(gate, up, out=gate.dtype, prefer=prefer) if y is NotImplemented else y
 
 
 # The product with any f of GATES, for modules that implement it themselves; the rooms have their own tables.

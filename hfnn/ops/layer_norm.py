@@ -7,17 +7,15 @@ Ba, Kiros and Hinton, "Layer Normalization", 2016. https://arxiv.org/abs/1607.06
 Names end in their shape: R rows (every leading dimension, flattened), C columns (the normalised ones, flattened).
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from hfnn.core import native, recipe
+from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.function import Function, double_backward
+from hfnn.core.function import double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
-from hfnn.ops.layout import ambiguous, in_rows, like
 
 
 def reference(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -53,61 +51,6 @@ OP = Op(
     bench=((131072, 1024), (65536, 4096), (32768, 8192), (8192, 32768)),
     sums=True,
 )
-_passes = OP.passes
-
-
-def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
-    """(y, mean_R, rstd_R)"""
-    x_RC = rows(x, normalized_shape)
-    # Not a view of the kernel's (R, C): autograd and fully_shard treat in-place changes of views differently.
-    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
-    mean_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
-    rstd_R = torch.empty_like(mean_R)
-    kernel.forward(x_RC, flat(weight), flat(bias), y.view(x_RC.shape), mean_R, rstd_R, eps, kernel.queue(x))
-    return y, mean_R, rstd_R
-
-
-class _LayerNorm(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, normalized_shape, out_dtype, kernel):
-        ctx.set_materialize_grads(False)
-        y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)
-        recipe.save(ctx, x, weight, bias, made=(mean_R, rstd_R))
-        ctx.eps, ctx.shape, ctx.kernel = eps, normalized_shape, kernel
-        return recipe.carry(ctx, y, _rebuild(normalized_shape, eps, out_dtype, kernel))
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, mean_R, rstd_R = recipe.saved(ctx)
-        needs = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            formula = _formula(ctx.shape, ctx.eps, dy.dtype)
-            return (*double_backward(formula, (x, weight, bias), needs, dy), None, None, None, None)
-        x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
-        dx_RC = like(x_RC) if needs[0] else None
-        dweight = torch.empty_like(weight) if needs[1] else None
-        dbias = torch.empty_like(bias) if needs[2] else None
-        partials = None
-        if needs[1] or needs[2]:
-            num_partials = ctx.kernel.partials(*x_RC.shape)
-            partials = torch.empty(2, num_partials, x_RC.shape[1], dtype=mean_R.dtype, device=x.device)
-        ctx.kernel.backward(
-            dy_RC, x_RC, flat(weight), mean_R, rstd_R, dx_RC, flat(dweight), flat(dbias), partials, ctx.kernel.queue(x)
-        )
-        return None if dx_RC is None else dx_RC.view(x.shape), dweight, dbias, None, None, None, None
-
-
-def _rebuild(normalized_shape, eps, out_dtype, kernel):
-    def build(x, weight, bias, mean_R, rstd_R):
-        if torch.is_grad_enabled():
-            return _formula(normalized_shape, eps, out_dtype)(x, weight, bias)
-        x_RC = rows(x, normalized_shape)
-        y_RC = like(x_RC, out_dtype)
-        kernel.rebuild(x_RC, flat(weight), flat(bias), mean_R, rstd_R, y_RC, kernel.queue(x))
-        return y_RC.view(x.shape)
-
-    build.into = lambda dtype: _rebuild(normalized_shape, eps, dtype, kernel)  # rounded once, from float32, either way
-    return build
 
 
 def _formula(normalized_shape, eps, out_dtype):
@@ -129,23 +72,9 @@ def _second(dy, needs, x, weight, bias, dims, eps, offset):
 _native = native.call("norm", OP, _second, True)
 
 
-def rows(x, normalized_shape):
-    """x (*, *normalized_shape) as contiguous x_RC."""
-    return x.contiguous().view(-1, math.prod(normalized_shape))
-
-
 def statistics_dtype(x):
     """float32 for float32 and narrower x."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
-def flat(parameter):
-    """A parameter of normalized_shape, or its gradient, as (C,)."""
-    return parameter if parameter is None or parameter.dim() == 1 else parameter.view(-1)
-
-
-def _run(*args):
-    return _LayerNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
 def layer_norm(
@@ -173,23 +102,8 @@ def layer_norm(
     if not compiling() and normalized_shape is not None:
         y = _native(input, normalized_shape, weight, bias, eps, 0.0, None, prefer)
     if y is NotImplemented:
-        y = _in_python(input, normalized_shape, weight, bias, eps, prefer)
+        y = OP.left(input, weight, bias, row=normalized_shape, prefer=prefer)
     return torch.layer_norm(input, normalized_shape, weight, bias, eps) if y is None else y
-
-
-def _in_python(input, normalized_shape, weight, bias, eps, prefer):
-    kernel = None if _passes(input, prefer) else OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
-    if kernel is None or not fits(input, normalized_shape, weight, bias):
-        return None
-    return _run(input, weight, bias, eps, normalized_shape, OP.out_dtype(input), kernel)
-
-
-def fits(x, normalized_shape, *parameters) -> bool:
-    """Whether the shapes agree, and parameters are contiguous; if not, torch's own op runs, or raises."""
-    shape = tuple(normalized_shape)
-    if not shape or 0 in shape or x.shape[-len(shape) :] != shape:
-        return False
-    return all(p is None or (p.shape == shape and p.is_contiguous()) for p in parameters)
 
 
 def fused(x, weight, bias, eps, out, prefer):
@@ -198,15 +112,7 @@ def fused(x, weight, bias, eps, out, prefer):
     For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
     y = None if compiling() else _native(x, None, weight, bias, eps, 0.0, out, prefer)
-    if y is not NotImplemented:
-        return y
-    shape = x.shape[-1:]
-    if not in_rows(x) or ambiguous(x):  # the module's own result has other strides
-        return None
-    kernel = OP.select(x, weight, bias, row=shape, out=out, prefer=prefer)
-    if kernel is None or not fits(x, shape, weight, bias):
-        return None
-    return _run(x, weight, bias, eps, tuple(shape), out, kernel)
+    return OP.left(x, weight, bias, row=x.shape[-1:], out=out, prefer=prefer) if y is NotImplemented else y
 
 
 class LayerNorm(nn.LayerNorm):

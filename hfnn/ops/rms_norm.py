@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hfnn.core import native, recipe
+from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.function import Function, double_backward
+from hfnn.core.function import double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
-from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
-from hfnn.ops.layout import ambiguous, broadcast_strides, in_rows, laid, like, like_dy
 
 
 def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):
@@ -52,65 +50,6 @@ OP = Op(
     bench=((131072, 1024), (65536, 4096), (32768, 8192), (8192, 32768)),
     sums=True,
 )
-_passes = OP.passes
-
-
-def _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel):
-    """(y, rstd_R)"""
-    x_RC = rows(x, normalized_shape)
-    # Not a view of the kernel's (R, C): autograd and fully_shard treat in-place changes of views differently.
-    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
-    rstd_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
-    kernel.forward(x_RC, flat(weight), y.view(x_RC.shape), rstd_R, eps, offset, kernel.queue(x))
-    return y, rstd_R
-
-
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, offset, normalized_shape, out_dtype, kernel):
-        ctx.set_materialize_grads(False)
-        y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)
-        recipe.save(ctx, x, weight, made=(rstd_R,))
-        ctx.eps, ctx.offset, ctx.shape, ctx.kernel = eps, offset, normalized_shape, kernel
-        return recipe.carry(ctx, y, _rebuild(normalized_shape, eps, offset, out_dtype, kernel))
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd_R = recipe.saved(ctx)
-        needs = ctx.needs_input_grad[:2]
-        nothing = (None,) * 5
-        if torch.is_grad_enabled():
-            formula = _formula(ctx.shape, ctx.eps, ctx.offset, dy.dtype)
-            return (*double_backward(formula, (x, weight), needs, dy), *nothing)
-        x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
-        dx_RC = like(x_RC) if needs[0] else None
-        dweight = partials = None
-        if needs[1]:
-            dweight = torch.empty_like(weight)
-            num_partials = ctx.kernel.partials(*x_RC.shape)
-            partials = torch.empty(1, num_partials, x_RC.shape[1], dtype=rstd_R.dtype, device=x.device)
-        ctx.kernel.backward(
-            dy_RC, x_RC, flat(weight), rstd_R, dx_RC, flat(dweight), partials, ctx.offset, ctx.kernel.queue(x)
-        )
-        dx = None if dx_RC is None else like_dy(dx_RC.view(x.shape), dy)
-        if needs[0] and x_RC.shape[1] > 1 and dy.is_cpu and ambiguous(dy):
-            dx = laid(dx, broadcast_strides(dy))
-        return dx, dweight, *nothing
-
-
-def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
-    def build(x, weight, rstd_R):
-        if torch.is_grad_enabled():
-            return _formula(normalized_shape, eps, offset, out_dtype)(x, weight)
-        x_RC = rows(x, normalized_shape)
-        y_RC = like(x_RC, out_dtype)
-        kernel.rebuild(x_RC, flat(weight), rstd_R, y_RC, offset, kernel.queue(x))
-        return y_RC.view(x.shape)
-
-    build.into = lambda dtype: _rebuild(
-        normalized_shape, eps, offset, dtype, kernel
-    )  # rounded once, from float32, either way
-    return build
 
 
 def _formula(normalized_shape, eps, offset, out_dtype):
@@ -135,11 +74,6 @@ _native = native.call("norm", OP, _second, False)
 def _eps(eps, dtype):
     """torch's default: the eps of the dtype in which it computes."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
-
-
-def _run(x, weight, eps, *how):
-    args = x, weight, _eps(eps, x.dtype), *how
-    return _RMSNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 
 
 def rms_norm(
@@ -168,21 +102,8 @@ def rms_norm(
     if not compiling() and normalized_shape is not None:
         y = _native(input, normalized_shape, weight, None, eps, 0.0, None, prefer)
     if y is NotImplemented:
-        y = _in_python(input, normalized_shape, weight, eps, prefer)
+        y = OP.left(input, weight, row=normalized_shape, prefer=prefer)
     return torch.rms_norm(input, normalized_shape, weight, eps) if y is None else y
-
-
-def _in_python(input, normalized_shape, weight, eps, prefer):
-    kernel = None if _passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
-    # For images torch's result may be channels last.
-    if (
-        kernel is None
-        or not fits(input, normalized_shape, weight)
-        or (input.dim() > 3 and not in_rows(input))
-        or ambiguous(input)
-    ):
-        return None
-    return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
 
 
 def fused(x, weight, eps, offset, out, prefer):
@@ -191,15 +112,7 @@ def fused(x, weight, eps, offset, out, prefer):
     For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
     y = None if compiling() else _native(x, None, weight, None, eps, offset, out, prefer)
-    if y is not NotImplemented:
-        return y
-    shape = x.shape[-1:]
-    if not in_rows(x) or ambiguous(x):  # the module's own result has other strides
-        return None
-    kernel = OP.select(x, weight, row=shape, out=out, prefer=prefer)
-    if kernel is None or not fits(x, shape, weight):
-        return None
-    return _run(x, weight, eps, offset, tuple(shape), out, kernel)
+    return OP.left(x, weight, row=x.shape[-1:], out=out, prefer=prefer) if y is NotImplemented else y
 
 
 class RMSNorm(nn.RMSNorm):

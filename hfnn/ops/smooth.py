@@ -65,6 +65,8 @@ class Smooth(Op):
         if y is not NotImplemented:
             return y
         numbers = table.numbers(self, *arguments)
+        if self.in_cpp and numbers is not None:
+            return self.left(input, prefer=prefer)
         kernel = None if numbers is None else self.select(input, prefer=prefer)
         if kernel is None:
             return None
@@ -87,16 +89,17 @@ class Smooth(Op):
         Under autocast some of them return float32 from a narrower x.
         """
         y = None if compiling() else self.native(x, out, prefer, *options.values())
-        if y is not NotImplemented:
-            return y
-        kernel = self.select(x, prefer=prefer)
-        return None if kernel is None else self._rebuilt(x, self.numbers(**options), out, kernel)
+        return self.left(x, out=out, prefer=prefer) if y is NotImplemented else y
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether its node is in C++ (csrc/autograd/smooth.cpp)."""
+        return self.gradient is None and not (self.keeps_output or self.through_y or self.contiguous)
 
     @functools.cached_property
     def native(self) -> Callable:
         """The call in C++, (input, dtype of the result or None for torch's, prefer, *arguments)."""
-        ours = self.gradient is None and not (self.keeps_output or self.through_y or self.contiguous)
-        return native.call("smooth", self, self._second) if ours else lambda *_: NotImplemented
+        return native.call("smooth", self, self._second) if self.in_cpp else lambda *_: NotImplemented
 
     def numbers_of(self, arguments: tuple) -> tuple | None:
         return table.numbers(self, *arguments)
@@ -105,13 +108,11 @@ class Smooth(Op):
         """The gradient by differentiable ops."""
         return double_backward(lambda x: self.formula(x.to(out), *numbers), (x,), (True,), dy)
 
-    def forward(self, x, kernel, numbers=(), out=None, again=False):
-        """y of x by a kernel. again: in backward, rounded like forward's y and its cast to `out`."""
+    def forward(self, x, kernel, numbers=()):
+        """y of x by a kernel."""
         x = _dense(x)
-        y = like(x, out)
-        (kernel.rebuild if again else kernel.forward)(
-            in_order(x), in_order(y), *(numbers or self.numbers()), kernel.queue(x)
-        )
+        y = like(x)
+        kernel.forward(in_order(x), in_order(y), *(numbers or self.numbers()), kernel.queue(x))
         return y
 
     def backward(self, dy, x, numbers, kernel):
@@ -121,26 +122,17 @@ class Smooth(Op):
                 dy, x, _ = ordered(dy, x)  # torch's bits depend on the layout
             return self.gradient(dy, x, *numbers)
         kept = self.forward(x, kernel, numbers) if self.through_y else x
-        if self.like_x:
-            kept = _dense(kept)  # in the layout of the result, from which torch computes dx
-            kept, in_step, dx = ordered(like(kept).copy_(kept) if ambiguous(kept) else kept, dy)
-        else:
-            in_step, kept, dx = ordered(dy, kept)
+        in_step, kept, dx = ordered(dy, kept)
         kernel.backward(in_order(in_step), in_order(kept), in_order(dx), *numbers, kernel.queue(kept))
         return laid(dx, dy.stride()) if self.contiguous and ambiguous(dy) else dx
 
-    def build(self, numbers, out, kernel, into=None):
-        """y of x, in forward and again in backward, there as a cast to the dtype `into` gives it."""
+    def build(self, numbers, out, kernel):
+        """y of x, in forward and again in backward."""
 
         def build(x):
-            x = x if self.casts and not torch.is_grad_enabled() else x.to(out)
-            if torch.is_grad_enabled():
-                y = self.formula(x, *numbers)
-                return y if into is None else y.to(into)
-            return self.forward(x, kernel, numbers, into or out, into is not None)
+            x = x.to(out)
+            return self.formula(x, *numbers) if torch.is_grad_enabled() else self.forward(x, kernel, numbers)
 
-        if self.casts:
-            build.into = lambda dtype: self.build(numbers, out, kernel, dtype)
         return build
 
     def _rebuilt(self, x, *how):
@@ -185,7 +177,7 @@ class _KeepsInput(Function):
         if torch.is_grad_enabled():
             formula = lambda x: op.formula(x.to(ctx.out), *ctx.numbers)  # noqa: E731
             return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None, None
-        dx = op.backward(dy, x if op.casts else x.to(ctx.out), ctx.numbers, ctx.kernel)
+        dx = op.backward(dy, x.to(ctx.out), ctx.numbers, ctx.kernel)
         return dx.to(x.dtype), None, None, None, None
 
 

@@ -15,7 +15,6 @@ import convert_modules as own
 import torch
 from convert_attention_faults import FAULTS
 from convert_buffers import TOOLS
-from convert_faults import in_python
 from convert_known import KNOWN
 from convert_session import CRITERIA, LOSSES, Session, coarsest
 from engine import Fuzzer, Log
@@ -332,4 +331,4 @@ def keeping_copies(program) -> Log:
 
 
 NAMES = tuple(name.strip() for name in EXPECTED.split(","))
-FUZZER = Fuzzer("convert", draw, features, run, NAMES, KNOWN, FAULTS, keeping_copies, planted_in=in_python)
+FUZZER = Fuzzer("convert", draw, features, run, NAMES, KNOWN, FAULTS, keeping_copies)

@@ -1,6 +1,7 @@
 """Defects planted in hfnn, which the fuzzer of `hfnn.convert` must find: context managers by name."""
 
 import contextlib
+import functools
 import importlib
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import hfnn
 from hfnn.core import kernel, native, parts, recipe
 from hfnn.deferred import product
-from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth, table
+from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, rnn, table
 from hfnn.ops.attention import products
 from hfnn.patterns import subclass
 
@@ -37,22 +38,38 @@ def _replaced(owner, name, make):
         setattr(owner, name, before)
 
 
-@contextlib.contextmanager
-def in_python(fault=None):
-    """The fault, with every room in Python, where it is planted."""
-    if native.extension is not None:
-        native.extension.enable(False)
-    try:
-        with fault or contextlib.nullcontext():
-            yield
-    finally:
-        if native.extension is not None:
-            native.extension.enable(True)
-
-
 def _plant(name, owner, attribute, make):
-    FAULTS[name] = lambda: in_python(_replaced(owner, attribute, make))
+    FAULTS[name] = lambda: _replaced(owner, attribute, make)
 
+
+# Of nodes in C++, by their numbers in csrc/autograd/room.h. Builds for users have none.
+IN_NODES = {
+    "sources not compared by a node": 1,
+    "recipes of nodes without a bound": 2,
+    "hooks of saved tensors not compared by a node": 3,
+    "results of nodes keep their recipe after backward": 4,
+    "a chain's first source for its tensor in a node": 5,
+    "a rebuilt tensor not widened by a node": 6,
+    "a cast kept a call too long": 7,
+    "the gradient of the wrong input": 8,
+    "the incoming gradient written to": 9,
+    "a tensor without memory kept by a node": 10,
+    "state of a retained graph cleared": 11,
+    "the flags of a sum turned round": 12,
+}
+
+
+@contextlib.contextmanager
+def _in_nodes(number):
+    native.extension.plant(number)
+    try:
+        yield
+    finally:
+        native.extension.plant(0)
+
+
+if hasattr(native.extension, "plant"):
+    FAULTS |= {name: functools.partial(_in_nodes, number) for name, number in IN_NODES.items()}
 
 FAULTS["attention's products not counted in backward"] = lambda: _replaced(
     products.Stock, "backward", lambda backward: lambda *given: None
@@ -113,20 +130,6 @@ _plant(
 )
 
 
-@_fault("a cast kept a call too long")
-def _stale_cast():
-    casts = {}
-
-    def cast(x, dtype):
-        if x.dtype is dtype:
-            return x
-        key = x.data_ptr(), x.shape, dtype, x.requires_grad
-        return casts.setdefault(key, x.to(dtype))
-
-    with in_python(_replaced(recipe, "cast", lambda _: cast)):
-        yield
-
-
 @_fault("every recipe kept for ever")
 def _kept():
     forever = []
@@ -138,7 +141,7 @@ def _kept():
 
         return saved
 
-    with in_python(_replaced(recipe, "save", make)):
+    with _replaced(recipe, "save", make):
         yield
 
 
@@ -158,53 +161,6 @@ def _module_kept():
 
 
 # Autograd.
-def _swapped(backward):
-    def run(ctx, dy):
-        dx, dweight, dbias, *rest = backward(ctx, dy)
-        return (
-            (dx, dweight, dweight, *rest) if dbias is not None and dweight is not None else (dx, dweight, dbias, *rest)
-        )
-
-    return run
-
-
-_plant("the gradient of the wrong input", layer_norm._LayerNorm, "backward", _swapped)
-
-
-def _writing(backward):
-    def run(ctx, dy):
-        found = backward(ctx, dy)
-        with torch.no_grad():
-            dy.zero_()
-        return found
-
-    return run
-
-
-_plant("the incoming gradient written to", smooth._KeepsInput, "backward", _writing)
-
-
-def _holding_on(backward):
-    def run(ctx, dy):
-        ctx.nothing = dy.new_empty(0)
-        return backward(ctx, dy)
-
-    return run
-
-
-_plant("a tensor without memory kept by a node", smooth._KeepsInput, "backward", _holding_on)
-
-
-def _once(backward):
-    def run(ctx, dy):
-        found = backward(ctx, dy)
-        ctx.recipe.tokens.clear()
-        return found
-
-    return run
-
-
-_plant("state of a retained graph cleared", linear._Linear, "backward", _once)
 _plant(
     "second derivatives cut off",
     layer_norm,
@@ -222,17 +178,6 @@ def _counted_twice(arguments):
 
 
 _plant("a batch counted twice", batch_norm, "arguments", _counted_twice)
-
-
-def _other_flags(compute):
-    def run(*args):
-        y, mean, rstd, flags = compute(*args)
-        return y, mean, rstd, flags if flags is None else ~flags
-
-    return run
-
-
-_plant("the flags of a sum turned round", batch_norm, "_compute", _other_flags)
 
 
 _plant(

@@ -1,6 +1,5 @@
-"""Batch norm's C++ node against its Python node, bit for bit, and its obligations to autograd."""
+"""Batch norm's node against torch's ops, and its obligations to autograd."""
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -9,7 +8,6 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -26,28 +24,20 @@ pytestmark = pytest.mark.skipif(native.extension is None, reason="hfnn._autograd
 BEHIND = (None, False), ("relu", False), ("silu", False), (None, True), ("relu", True), ("leaky_relu", True)
 
 
-@contextlib.contextmanager
-def in_python():
-    """Rooms run in Python inside the `with` block."""
-    native.extension.enable(False)
-    try:
-        yield
-    finally:
-        native.extension.enable(True)
+OFF = {torch.float64: 1e-9, torch.float32: 1e-4}  # in L2 norm; tests/ops/test_batch_norm.py has 16 bits
 
 
 def of_both(call):
-    """The result of `call` with the C++ node, after comparison with the Python node's."""
+    """The result of `call` with the node, after comparison with torch's ops, strides too."""
     mine, nodes = call()
-    ours = [native.extension.module(node) is not None for node in nodes]
-    with in_python():
-        other, nodes = call()
-    assert ours == [isinstance(node, BackwardCFunction) for node in nodes]  # in both, some nodes are torch's on a GPU
-    assert all(ours) or mine[0].is_cuda
-    assert len(mine) == len(other)
+    # On a GPU, some nodes are torch's.
+    assert all(native.extension.module(node) is not None for node in nodes) or mine[0].is_cuda
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "batch_norm_act", lambda *args, prefer="auto", **how: batch_norm._in_torch(*args, **how))
+        other, _ = call()
     for a, b in zip(mine, other, strict=True):
-        same = (torch.equal(a, b) and a.stride() == b.stride()) if isinstance(a, torch.Tensor) else a == b
-        assert same, (a, b)
+        assert a.dtype is b.dtype and a.stride() == b.stride()
+        assert a.dtype not in OFF or (a - b).norm() <= OFF[a.dtype] * (b.norm() + 1e-2), (a, b)
     return mine
 
 
@@ -131,7 +121,7 @@ def test_statistics_under_checkpoint(reentrant, device):
 
     theirs = nn.BatchNorm1d(6, device=device, momentum=None)
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
-    for a, b in zip(of_both(lambda: (call(mine), [])), call(theirs), strict=True):
+    for a, b in zip(call(mine), call(theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -160,9 +150,9 @@ def test_what_hooks_of_saved_tensors_see(device):
             grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
             kept = 4 + (act is not None) * (1 + with_sum)
             assert len(packed) == kept and sorted(unpacked) == list(range(1, kept + 1))
-            return [*grads, *packed, *unpacked], [y.grad_fn]
+            assert all(g is not None for g in grads)
 
-        of_both(call)
+        call()
 
 
 @pytest.mark.parametrize("what", ["x", "weight", "bias", "mean"])
@@ -196,7 +186,7 @@ def test_a_graph_ends_with_its_backward(device):
 @pytest.mark.parametrize("act, with_sum", BEHIND)
 @pytest.mark.parametrize("training", [True, False])
 def test_second_derivatives(training, act, with_sum, last):
-    """Of torch's formula, with forward's flags: by finite differences, and bit for bit."""
+    """Of torch's formula, with forward's flags: by finite differences."""
     torch.manual_seed(0)
     x, residual, dy = torch.randn(3, 2, 3, 2, 3, dtype=torch.float64).unbind()
     if last:
@@ -208,14 +198,7 @@ def test_second_derivatives(training, act, with_sum, last):
     def forward(x, weight, bias, residual=None):
         return F.batch_norm_act(x, *(r.clone() for r in running), weight, bias, training, 0.1, 1e-2, residual, act, 0.3)
 
-    def call():
-        y = forward(*leaves)
-        grads = torch.autograd.grad(y, leaves, dy, create_graph=True)
-        more = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves, allow_unused=True)
-        return [*(g.detach() for g in grads), *(g for g in more if g is not None)], [y.grad_fn]
-
     with hfnn.use("cpp"):
-        of_both(call)
         assert torch.autograd.gradcheck(forward, leaves)
         assert torch.autograd.gradgradcheck(forward, leaves)
 
@@ -239,7 +222,7 @@ def test_gradients_of_every_kind(act, device):
         assert all(map(torch.equal, of(many, is_grads_batched=True), each))
         return each, [y.grad_fn]
 
-    of_both(call)
+    call()
 
 
 def test_transforms_are_torchs(device):

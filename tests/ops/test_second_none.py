@@ -80,7 +80,7 @@ QUICK = [act if act in (None, "relu", "silu") else pytest.param(act, marks=pytes
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("act", QUICK)
-def test_batch_norm_act(act, training, residual, nodes):
+def test_batch_norm_act(act, training, residual):
     def stock(x, weight, bias, *residual):
         y = F.batch_norm(x, torch.zeros(8), torch.ones(8), weight, bias, training)
         return _activated(y + residual[0] if residual else y, act, 0.01)
