@@ -64,6 +64,12 @@ def context(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint of torch sees the tensors that are saved now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def transformed() -> bool:
     """Whether a compiler, a functorch transform or forward AD runs the call. hfnn then calls torch's own ops, so a
     module's own code runs: it may have more ops than its definition, such as a product with 1."""
