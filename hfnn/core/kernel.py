@@ -199,9 +199,7 @@ def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_co
 # Functions of numbers, which return sizes that a kernel needs; all other functions are launches.
 _SIZES = ("partials", "column_splits")
 
-
-# In place of a module that is not here, for FakeTensors.
-_NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))
+_NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))  # for FakeTensors
 
 
 class _FakeKernel:
@@ -289,9 +287,7 @@ class Op:
 
     def left(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto") -> None:
         """Explains why torch's own op runs, as `select` does, after the node in C++ has refused the call."""
-        if self.passes(x, prefer):
-            return
-        if _forced not in (None, "torch") and native.extension is None:
+        if _forced not in (None, "torch") and native.extension is None and not self.passes(x, prefer):
             raise NoKernel(f"{self.name}: `{_forced}` was asked for; hfnn._autograd is missing: {native.why}")
         self.select(x, *others, row=row, out=out, prefer=prefer)
 
