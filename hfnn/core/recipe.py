@@ -148,10 +148,10 @@ class Unread:
 
     def __init__(self, p: torch.Tensor):
         p = _own_copy(p) if parameters_may_be_resharded() else p
-        self._p, self._mark = p, (p._version, p.data_ptr())
+        self._p, self._mark = p, (p._version, *_places((p,)))
 
     def holds(self) -> bool:
-        return self._p is not None and self._mark == (self._p._version, self._p.data_ptr())
+        return self._p is not None and self._mark == (self._p._version, *_places((self._p,)))
 
     def get(self, dtype, last) -> torch.Tensor:
         if not self.holds():
