@@ -105,8 +105,8 @@ def report(model: nn.Module | Optimizer, *inputs: Any, **kwargs: Any) -> Report:
         kwargs: Of the forward that is measured.
 
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Flatten())
-    >>> [(row.name, row.to is not None) for row in hfnn.report(hfnn.convert(model)).rows]
-    [('0', True), ('1', False)]
+    >>> {row.name: row.to is not None for row in hfnn.report(hfnn.convert(model)).rows}
+    {'0': True, '1': False}
     """
     if isinstance(model, Optimizer):
         return Report([ModuleRow(OPTIMIZER, *swap.explain(model))])
