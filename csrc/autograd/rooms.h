@@ -47,7 +47,7 @@ struct Mask {
   Tensor pair;
 
   Mask() = default;
-  // Drops a fraction p. Seed and offset come from the default generator of x's device, as in `draw` of
+  // Drops a fraction p. Seed and offset come from the default generator of x's device, as in `philox_seed` of
   // hfnn/ops/dropout.py.
   Mask(const Tensor& x, double p);
 };
