@@ -187,10 +187,12 @@ def _not_the_same_again(program, difference):
 
 def _not_computed_again(program, difference):
     """Stock reads all that a linear map saved, even for the gradient of a bias alone, which does not need it. So only
-    stock recomputes the checkpoint, and calls the hooks inside."""
+    stock recomputes the checkpoint, with its products, and calls the hooks inside."""
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in program["steps"])
-    missing = difference.label.split()[0] == "hook" and difference.how == "missing"
-    return partial and missing and _in_checkpoint(program)
+    what = difference.label.split()[0]
+    fewer = what == "hook" and difference.how == "missing"
+    fewer |= what == "flops" and sum(dict(difference.ours).values()) < sum(dict(difference.stock).values())
+    return partial and fewer and _in_checkpoint(program)
 
 
 def _in_checkpoint(program) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 from engine import patched
 
-from hfrecord import ffr, format, reader, sampler, schema
+from hfrecord import ffr, file, format, reader, sampler, schema
 from hfrecord.reader import FileReader
 from hfrecord.writer import FileWriter
 
@@ -130,6 +130,6 @@ FAULTS = {
     "a rank takes one more": patched(sampler.ElasticSampler, "_own", _rank_first),
     "a state counts the ranks twice": patched(sampler.ElasticSampler, "state_dict", _own_count),
     "the last sample of an .ffr file is short": patched(ffr.Table, "entries", _last_index),
-    "decompressed without the dictionary": patched(reader, "dictionary", lambda own: lambda path, meta: None),
+    "decompressed without the dictionary": patched(file, "dictionary", lambda own: lambda path, meta: None),
     "closing does not commit": patched(FileWriter, "close", lambda own: FileWriter.abandon),
 }

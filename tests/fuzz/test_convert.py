@@ -33,7 +33,6 @@ def test_limits_are_few_and_documented():
 
 
 QUICK = (
-    "rebuilt a little wrong",
     "rebuilt a little wrong in C++",
     "a chain's first source for its tensor",
     "every recipe kept for ever",
