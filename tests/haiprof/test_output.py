@@ -154,7 +154,8 @@ def test_the_page_in_a_browser(profile, tmp_path, width):
     assert "waits in collectives" in heads[-2] and "others wait at collectives" in heads[-1]
 
     runs = record.load(profile)
-    lines = [line for line in runs[0]["steps"] if line["first"] > 0]
+    later = [line for line in runs[0]["steps"] if line["first"] > 0]
+    lines = [line for line in later if not line.get("own")] or later  # a slow machine has steps with work of haiprof
     n = sum(line["n"] for line in lines)
     means = {name: 1e3 * sum(line[name] for line in lines) / n for name in (*PARTS, "seconds")}
     (row,) = re.findall(r'<tr class="rank">(.*?)</tr>', done.stdout)
