@@ -144,7 +144,7 @@ struct BatchNormRoom : Room {
     if (wanted(0)) dx = at::empty_like(x);
     if (wanted(1)) dweight = at::empty_like(weight);
     if (wanted(2)) dbias = at::empty({channels}, x.options().dtype(*bias_dtype));
-    if (wanted(3)) dresidual = flags.defined() ? at::empty_like(x) : dy;
+    if (wanted(3)) dresidual = flags.defined() ? at::empty_like(x) : given;
     if (wanted(1) || wanted(2) || (wanted(0) && training))
       partials = at::empty({2, kernel->partials(planes, channels, size), channels}, mean.options());
     kernel->backward(x, layout->of(dy), layout->of(x), weight, bias, flags, mean, rstd, layout->of(dx),

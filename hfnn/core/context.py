@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 # Imported as names, because each look-up counts in a small call. Dynamo identifies the function by its identity.
 Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 
@@ -32,9 +33,14 @@ def is_plain(x) -> bool:
     )
 
 
+def faked(x: torch.Tensor) -> bool:
+    """Whether what is made of x has no values: x is a FakeTensor, or a FakeTensorMode is on."""
+    return type(x) is FakeTensor or _mode(_FAKE) is not None
+
+
 def has_values(x: torch.Tensor) -> bool:
-    """Whether there are numbers to read: not in a FakeTensor, nor on "meta"."""
-    return type(x) is not FakeTensor and not x.is_meta
+    """Whether there are numbers to read: not in a FakeTensor, nor in its mode, nor on "meta"."""
+    return not (faked(x) or x.is_meta)
 
 
 def address(x: torch.Tensor) -> int:
@@ -103,7 +109,7 @@ def capturing() -> bool:
 
 def _proxies() -> bool:
     """Whether make_fx is recording: its FakeTensors stand for values, not just for shapes."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def mixture(x: torch.Tensor, others) -> str | None:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch._subclasses import FakeTensor
 
 from hfnn.core import native
-from hfnn.core.context import PLAIN, Tensor, compiling, context, mixture
+from hfnn.core.context import PLAIN, Tensor, compiling, context, faked, mixture
 
 log = logging.getLogger("hfnn")
 
@@ -199,11 +198,11 @@ def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_co
 # Functions of numbers, which return sizes that a kernel needs; all other functions are launches.
 _SIZES = ("partials", "column_splits")
 
-_NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))  # for FakeTensors
+_NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))  # without values
 
 
 class _FakeKernel:
-    """Replaces `kernel` for FakeTensors: the room makes shapes and saved tensors, and nothing is launched."""
+    """Replaces `kernel` for tensors without values: the room makes shapes and saved tensors, and nothing is launched."""
 
     def __init__(self, kernel: Kernel):
         self.name = kernel.name
@@ -297,7 +296,7 @@ class Op:
         For rooms that make such tensors themselves, after `select` has chosen a kernel.
         """
         dtype = x.dtype if dtype is None else dtype
-        key = (x.is_cuda, x.is_cpu, dtype, cols, dtype, type(x) is FakeTensor, _forced)
+        key = (x.is_cuda, x.is_cpu, dtype, cols, dtype, faked(x), _forced)
         if key not in self._choices:
             forced = _forced if any(k.name == _forced for k in self.kernels) else None
             self._choices[key] = self._first(x.device.type, *key[2:-1], forced)
@@ -326,7 +325,7 @@ class Op:
                 return None  # a Parameter or a FakeTensor; `passes` saw to plain tensors
             out = self.out_dtype(x) if out is None else out
             dtype = x.dtype if dtype is None else dtype
-            key = (x.is_cuda, x.is_cpu, dtype, cols, out, type(x) is FakeTensor, _forced)
+            key = (x.is_cuda, x.is_cpu, dtype, cols, out, faked(x), _forced)
             kernel = self._choices.get(key, _UNKNOWN)
             if kernel is _UNKNOWN:
                 kernel = self._choices[key] = self._first(x.device.type, *key[2:])

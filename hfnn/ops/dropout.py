@@ -10,10 +10,9 @@ torch's generator, so `torch.manual_seed` and the recomputation of activation ch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from hfnn.core import native
-from hfnn.core.context import compiling
+from hfnn.core.context import compiling, has_values
 from hfnn.core.kernel import Kernel, Op, kernels
 
 
@@ -52,7 +51,7 @@ def philox_seed(x, counters=None):
     generator's own seed and offset, and the offset advances. Inside CUDA graph capture, a new `pair` {seed, offset} is
     drawn on the device at every replay. On the CPU a seed is drawn.
     """
-    if type(x) is FakeTensor:
+    if not has_values(x):
         return 0, 0, None
     if not x.is_cuda:
         return torch.empty((), dtype=torch.int64).random_().item(), 0, None
