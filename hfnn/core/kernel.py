@@ -202,7 +202,7 @@ _NO_MODULE = types.SimpleNamespace(**dict.fromkeys(_SIZES, lambda *sizes: 1))  #
 
 
 class _FakeKernel:
-    """Replaces `kernel` for tensors without values: the room makes shapes and saved tensors, and nothing is launched."""
+    """In place of `kernel` for tensors without values: the room makes shapes and saved tensors; nothing is launched."""
 
     def __init__(self, kernel: Kernel):
         self.name = kernel.name
