@@ -13,6 +13,7 @@ from hfnn import data, functional, memory, ops, optim
 from hfnn.adapters import tools
 from hfnn.convert import convert, revert
 from hfnn.core import bits, kernel, recipe
+from hfnn.core.as_if import as_if
 from hfnn.core.kernel import NoKernel, use
 from hfnn.ops.adaptive_max_pool import AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d
 from hfnn.ops.attention import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
@@ -133,6 +134,7 @@ __all__ = [
     "Threshold",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "as_if",
     "bits",
     "convert",
     "data",

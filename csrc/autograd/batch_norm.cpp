@@ -255,10 +255,10 @@ static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel
                       const Layout& layout, Prefer prefer) {
   const Tensor& x = *call.x;
   if (ambiguous(x)) return true;  // the layouts of torch's result and gradient depend on more
-  if (!x.is_cpu() && !call.training && layout.last() && x.requires_grad()) return true;
+  if (on_gpu(x) && !call.training && layout.last() && x.requires_grad()) return true;
   if (!call.residual->defined()) return false;
   if (call.kind && x.size(1) % 8 && kernel.whole_bytes && layout.rows()) return true;
-  if (!x.is_cpu() || prefer == kMemory || forced) return false;
+  if (on_gpu(x) || prefer == kMemory || forced) return false;
   if (layout.last()) return x.numel() < table.least_last;
   return layout.shape[2] < table.least_plane || x.element_size() == 2;
 }

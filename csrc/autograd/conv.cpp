@@ -187,7 +187,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
       given->scalar_type() != x->scalar_type() || (bias->defined() && bias->scalar_type() != x->scalar_type());
   if (mixed && !autocast && PyUnicode_CheckExact(args[4])) Py_RETURN_NOTIMPLEMENTED;
   const bool large = x->numel() >= table.floors[prefer], frozen = !given->requires_grad();
-  const bool asked = !x->is_cuda() || prefer == kMemory || (prefer == kAuto && x->numel() >= kLeastOnCuda);
+  const bool asked = !on_gpu(*x) || prefer == kMemory || (prefer == kAuto && x->numel() >= kLeastOnCuda);
   // All that a call costs if there is nothing to gain.
   if (!asked || !at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
     return THPVariable_Wrap(torchs());

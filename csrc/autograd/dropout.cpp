@@ -40,8 +40,8 @@ static Tensor dropped(const DropoutKernel& kernel, const Mask& mask, const Tenso
 
 // Gives dx the layout of torch's gradient: on CUDA channels-last or contiguous, whatever dy has; on the CPU that of dy.
 static Tensor as_torchs(const Tensor& dx, const Tensor& dy) {
-  if (dx.is_contiguous() && dy.is_contiguous() && !(dy.is_cuda() && ambiguous(dy))) return dx;
-  if (dy.is_cuda())
+  if (dx.is_contiguous() && dy.is_contiguous() && !(on_gpu(dy) && ambiguous(dy))) return dx;
+  if (on_gpu(dy))
     return laid(dx, at::empty_like(dy, dy.options().device(at::kMeta), dy.suggest_memory_format()).strides());
   return dx.strides() == dy.strides() ? dx : laid(dx, result_strides(dy, dx));
 }
@@ -100,7 +100,7 @@ static PyObject* dropout(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (!x || !PyFloat_Check(args[1]) || !plain_context()) Py_RETURN_NOTIMPLEMENTED;
   DropoutKernel* kernel = table.choose(*x, x->scalar_type(), 1, table.out_dtype(*x, args[0]));
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
-  if (x->is_cuda() && ambiguous(*x)) Py_RETURN_NONE;  // torch's result is channels-last, or not
+  if (on_gpu(*x) && ambiguous(*x)) Py_RETURN_NONE;  // torch's result is channels-last, or not
   const auto strides = dense(*x) ? x->strides().vec() : result_strides(*x, *x);
   return THPVariable_Wrap(apply_mask(*x, kernel, Mask(*x, PyFloat_AS_DOUBLE(args[1])), strides, true, table.chosen));
   END_HANDLE_TH_ERRORS

@@ -16,6 +16,8 @@
 namespace hfnn::node {
 
 int forced = 0;
+bool as_if_on_gpu = false;
+PyObject* as_if_mode = nullptr;
 
 Floors::Floors(const py::dict& floors) {
   const char* names[kPrefers] = {"auto", "memory", "speed"};
@@ -30,11 +32,11 @@ Choices::Choices(py::object op) : op(std::move(op)), floors_(py::dict(this->op.a
 PyObject* Choices::find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out) {
   const bool fake = fake_mode() != nullptr;
   const uint64_t key = uint64_t(cols) << 24 | uint64_t(fake) << 23 | uint64_t(forced) << 20 |
-                       uint64_t(x.is_cuda()) << 16 | uint64_t(dtype) << 8 | uint64_t(out);
+                       uint64_t(on_gpu(x)) << 16 | uint64_t(dtype) << 8 | uint64_t(out);
   auto at = modules_.find(key);
   if (at != modules_.end()) return at->second;
   py::object module =
-      op.attr("module_for")(x.is_cuda() ? "cuda" : "cpu", dtype_object(dtype), cols, dtype_object(out), fake);
+      op.attr("module_for")(on_gpu(x) ? "cuda" : "cpu", dtype_object(dtype), cols, dtype_object(out), fake);
   return modules_[key] = module.release().ptr();
 }
 
@@ -42,7 +44,7 @@ ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
   const auto device = x.device().type();
   if (!at::autocast::is_autocast_enabled(device)) return x.scalar_type();
   const uint32_t key =
-      uint32_t(x.scalar_type()) << 16 | uint32_t(at::autocast::get_autocast_dtype(device)) << 8 | uint32_t(x.is_cuda());
+      uint32_t(x.scalar_type()) << 16 | uint32_t(at::autocast::get_autocast_dtype(device)) << 8 | uint32_t(on_gpu(x));
   auto at = outs_.find(key);
   if (at != outs_.end()) return at->second;
   py::object out = op.attr("out_dtype")(py::handle(input));
@@ -50,7 +52,7 @@ ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
 }
 
 // Whether a TorchFunctionMode sees torch's calls. torch.device's own, which set_default_device leaves on, gives a
-// device to functions that make tensors, and nothing else.
+// device to functions that make tensors, and nothing else. That of hfnn.as_if changes only what is torch's.
 static bool observed() {
   if (!at::impl::torch_function_mode_enabled()) return false;
   static PyObject *name = PyUnicode_InternFromString("torch.utils._device"), *default_device = nullptr;
@@ -62,7 +64,8 @@ static bool observed() {
   using Modes = at::impl::PythonTorchFunctionTLS;
   for (int64_t i = 0; i < Modes::stack_len(); ++i) {
     PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
-    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != default_device) return true;
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(mode));
+    if (type != default_device && type != as_if_mode) return true;
   }
   return false;
 }

@@ -309,7 +309,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (late) save();
   node->dtype = dtype;
   // Only the size decides, not whether a recipe was taken: no bit of a gradient may depend on that.
-  const bool wide = worth && autocast && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
+  const bool wide = worth && autocast && args[6] != Py_True && (on_gpu(*x) || state().wide_on_cpu);
   const Tensor* leaves[] = {x, given, bias};
   for (int i = 0; i < 3; ++i)
     node->of[i] = wide && leaves[i]->defined() && leaves[i]->scalar_type() == at::kFloat ? at::kFloat : dtype;

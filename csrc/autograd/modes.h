@@ -19,6 +19,12 @@ inline FakeMode fake_mode() { return Modes::any_modes_set() ? Modes::get_mode(kF
 
 inline bool is_fake(const at::Tensor& x) { return x.unsafeGetTensorImpl()->is_python_dispatch(); }
 
+// `hfnn.as_if`: whether steps without values are run as if on a GPU.
+extern bool as_if_on_gpu;
+
+// As `on_gpu` of hfnn/core/context.py: whether choices for x are those of a GPU.
+inline bool on_gpu(const at::Tensor& x) { return x.is_cuda() || (as_if_on_gpu && (is_fake(x) || fake_mode())); }
+
 // Null for a fake tensor.
 inline const void* address(const at::Tensor& x) { return is_fake(x) ? nullptr : x.data_ptr(); }
 

@@ -112,7 +112,7 @@ struct NormRoom : Room {
     kernel->backward(dy_RC, x_RC, flat(weight), inputs[3].get(), rstd, dx, flat(dweight), flat(dbias), partials,
                      offset);
     if (to_x) dx = table->centre ? dx.view(x.sizes()) : like_dy(dx.view(x.sizes()), dy);
-    if (to_x && !table->centre && cols > 1 && dy.is_cpu() && ambiguous(dy)) dx = laid(dx, broadcast_strides(dy));
+    if (to_x && !table->centre && cols > 1 && !on_gpu(dy) && ambiguous(dy)) dx = laid(dx, broadcast_strides(dy));
     if (fault(kWrongInput) && to_weight && to_bias) dbias = dweight;
     return {dx, dweight, dbias};
   }

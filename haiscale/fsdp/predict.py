@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
+import hfnn
 from haiscale.fsdp.wrapper import FSDP
 from hfnn.memory import peak
 
@@ -24,23 +24,6 @@ class Live(peak._Live):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its ops on local tensors arrive here separately
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class AsOnGPU(TorchFunctionMode):
-    """Ops whose CPU versions keep more for backward than the GPU versions: dropout, and attention with dropout."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is nn.functional.scaled_dot_product_attention:
-            args, kwargs["dropout_p"] = args[:4], 0.0  # a mask of its own is not kept, either way
-        if func is nn.functional.dropout:
-            x, p, training = _dropout(*args, **kwargs)
-            return torch.native_dropout(x, p, True)[0] if training and p else x
-        return func(*args, **kwargs)
-
-
-def _dropout(input, p=0.5, training=True, inplace=False):
-    return input, p, training
 
 
 @dataclass(frozen=True)
@@ -81,9 +64,9 @@ def predict(
     build: called under `torch.device("meta")`. loss: a function of the wrapped model that creates inputs on `device`
     and returns the scalar loss. optimizer: a function of the parameters. replicas: the number of replicas of shards;
     there are ranks / replicas shards. options: FSDP's. The step is run on tensors without memory (FakeTensor) and in a
-    process group without other ranks. device: "cuda" needs a torch built for it. like_gpu: on "cpu", dropout and
-    attention keep for backward what they keep on a GPU. The memory of a real group's backend, of a GPU's allocator and
-    of its libraries is not included. Raises ValueError if torch.distributed is initialised, and for a device this torch
+    process group without other ranks. device: "cuda" needs a torch built for it. like_gpu: on "cpu", what is chosen and
+    kept for backward is that of a GPU (`hfnn.as_if`). The memory of a real group's backend, of a GPU's allocator and of
+    its libraries is not included. Raises ValueError if torch.distributed is initialised, and for a device this torch
     was not built for.
     """
     if torch.device(device).type == "cuda" and not torch.backends.cuda.is_built():
@@ -100,7 +83,7 @@ def predict(
             built = build()
         options = {"device_id": torch.device(torch.device(device).type, 0), "param_init_fn": lambda _: None, **options}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with Live() as live, fake, torch.device(device), AsOnGPU() if like_gpu else contextlib.nullcontext():
+        with Live() as live, fake, torch.device(device), hfnn.as_if() if like_gpu else contextlib.nullcontext():
             model = FSDP(built, **options)
             return measure(model, live, loss, optimizer(model.parameters()))
     finally:

@@ -1,10 +1,11 @@
 """The context of a call: whether rooms accept its tensors, and whether it is traced, compiled or observed."""
 
+import contextlib
 import sys
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
@@ -36,6 +37,38 @@ def is_plain(x) -> bool:
 def faked(x: torch.Tensor) -> bool:
     """Whether what is made of x has no values: x is a FakeTensor, or a FakeTensorMode is on."""
     return type(x) is FakeTensor or _mode(_FAKE) is not None
+
+
+_assumed = False  # whether `hfnn.as_if` is on
+
+
+def assumed() -> bool:
+    """Whether steps without values are run as if on a GPU (`hfnn.as_if`)."""
+    return _assumed
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether choices for x are those of a GPU: where it is, or where the step that it is part of is as if."""
+    return x.is_cuda or (_assumed and faked(x))
+
+
+def place(x: torch.Tensor) -> str:
+    """The type of the device for which kernels are chosen."""
+    return "cuda" if on_gpu(x) else "cpu" if x.is_cpu else x.device.type
+
+
+@contextlib.contextmanager
+def fakes_under_autocast(dtype: torch.dtype):
+    """FakeTensors on "cuda", without gradients, under its autocast. torch.autocast refuses where there is no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 def has_values(x: torch.Tensor) -> bool:

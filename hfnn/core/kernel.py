@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfnn.core import native
-from hfnn.core.context import PLAIN, Tensor, compiling, context, faked, mixture
+from hfnn.core.context import PLAIN, Tensor, compiling, context, faked, fakes_under_autocast, mixture, on_gpu, place
 
 log = logging.getLogger("hfnn")
 
@@ -270,7 +270,7 @@ class Op:
             if _forced is not None:
                 return False
             size = x.numel()
-            return size < lowest[prefer] or size < floors[prefer][x.is_cuda]
+            return size < lowest[prefer] or size < floors[prefer][on_gpu(x)]
 
         return passes
 
@@ -296,10 +296,10 @@ class Op:
         For rooms that make such tensors themselves, after `select` has chosen a kernel.
         """
         dtype = x.dtype if dtype is None else dtype
-        key = (x.is_cuda, x.is_cpu, dtype, cols, dtype, faked(x), _forced)
+        key = (place(x), dtype, cols, dtype, faked(x), _forced)
         if key not in self._choices:
             forced = _forced if any(k.name == _forced for k in self.kernels) else None
-            self._choices[key] = self._first(x.device.type, *key[2:-1], forced)
+            self._choices[key] = self._first(*key[:-1], forced)
         return self._choices[key]
 
     def module_for(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype, fake: bool):
@@ -321,14 +321,14 @@ class Op:
             return None
         why = context(x, *others) or mixture(x, others)
         if why is None:
-            if _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
+            if _forced is None and x.numel() < self.floors[prefer][on_gpu(x)]:
                 return None  # a Parameter or a FakeTensor; `passes` saw to plain tensors
             out = self.out_dtype(x) if out is None else out
             dtype = x.dtype if dtype is None else dtype
-            key = (x.is_cuda, x.is_cpu, dtype, cols, out, faked(x), _forced)
+            key = (place(x), dtype, cols, out, faked(x), _forced)
             kernel = self._choices.get(key, _UNKNOWN)
             if kernel is _UNKNOWN:
-                kernel = self._choices[key] = self._first(x.device.type, *key[2:])
+                kernel = self._choices[key] = self._first(*key)
             if kernel is not None:
                 return kernel
         return self._refuse(x, cols, out, why)
@@ -370,10 +370,11 @@ class Op:
         device = "cuda" if x.is_cuda else "cpu"
         if not torch.is_autocast_enabled(device):
             return x.dtype
-        key = (x.dtype, device, torch.get_autocast_dtype(device))
+        gpu, low = on_gpu(x), torch.get_autocast_dtype(device)
+        key = (x.dtype, gpu, low)
         if key not in self._probed:
-            with torch.no_grad():
-                empty = torch.empty(0, 1, dtype=x.dtype, device=x.device)
+            with torch.no_grad(), contextlib.nullcontext() if gpu is x.is_cuda else fakes_under_autocast(low):
+                empty = torch.empty(0, 1, dtype=x.dtype, device=x.device if gpu is x.is_cuda else "cuda")
                 others = self.probe(empty) if callable(self.probe) else self.probe
                 self._probed[key] = self.torch(empty, *others).dtype
         return self._probed[key]

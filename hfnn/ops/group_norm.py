@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfnn.core import recipe
-from hfnn.core.context import autocasting
+from hfnn.core.context import autocasting, on_gpu
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
@@ -194,7 +194,7 @@ def _fits(x, groups, weight, bias, eps) -> bool:
         return False
     if groups <= 0 or x.shape[1] % groups or x.numel() == groups:
         return False
-    if x.is_cuda and x.numel() <= 2 * x.shape[0] * groups:  # the gradient of two numbers is only rounding error
+    if on_gpu(x) and x.numel() <= 2 * x.shape[0] * groups:  # the gradient of two numbers is only rounding error
         return False
     channels = x.shape[1:2]
     if any(p is not None and (p.shape != channels or not p.is_contiguous()) for p in (weight, bias)):
@@ -202,7 +202,7 @@ def _fits(x, groups, weight, bias, eps) -> bool:
     if weight is None and bias is not None:  # torch's backward raises
         return False
     # On CUDA torch accepts parameters of another dtype only under autocast.
-    return not x.is_cuda or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
+    return not on_gpu(x) or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
 
 
 def _slower(size, kind) -> bool:
@@ -220,14 +220,14 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     if kernel is None or not _fits(x, groups, weight, bias, eps):
         return None
     size = x.numel() // (x.shape[0] * x.shape[1])
-    if x.is_cpu and prefer != "memory" and forced() is None and _slower(size, kind):
+    if not on_gpu(x) and prefer != "memory" and forced() is None and _slower(size, kind):
         return None
     if kind and ambiguous(x):
         return None  # the activation's result has another layout than the norm's
     # torch's result is contiguous on CUDA, whatever x is.
-    if x.is_cuda and prefer != "memory" and forced() is None and suggested(x) is not torch.contiguous_format:
+    if on_gpu(x) and prefer != "memory" and forced() is None and suggested(x) is not torch.contiguous_format:
         return None  # needs a copy, and backward is not faster
-    layout = torch.contiguous_format if x.is_cuda else suggested(x)
+    layout = torch.contiguous_format if on_gpu(x) else suggested(x)
     last = layout is not torch.contiguous_format
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
         return None  # the former in the interpreter

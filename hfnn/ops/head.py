@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfnn.core import flops
-from hfnn.core.context import compiling, has_values, is_plain
+from hfnn.core.context import compiling, has_values, is_plain, on_gpu
 from hfnn.core.kernel import Op, forced, kernels
 
 CHUNKS = 8  # for a wide gradient, so an eighth of the logits at a time
@@ -157,7 +157,7 @@ def plan_for(
     inside: whether the first logits may use the memory of the weight's gradient. The result is the same on all
     processes of a group: the process with the largest shard decides, and the host waits for it.
     """
-    (tokens, vocabulary, hidden), dtype, cuda = given.shape, given.hidden.dtype, given.hidden.is_cuda
+    (tokens, vocabulary, hidden), dtype, cuda = given.shape, given.hidden.dtype, on_gpu(given.hidden)
     if group is not None and max_bytes is not None:
         vocabulary = max(size.item() for size in vocabulary_sizes(given.hidden, vocabulary, group))
     # In float32 the errors of the products are larger than those of the roundings between them.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import bits
+from hfnn.core.context import on_gpu
 from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
@@ -184,7 +185,7 @@ def _keeps_channels_last(x, dims) -> bool:
 
 def _slower(x, dims, prefer) -> bool:
     """Whether torch's own op is faster and little is saved: on the CPU with channels last, by 1.4 to 1.7 times."""
-    if not x.is_cpu or forced() is not None or _layout(x, dims) is torch.contiguous_format:
+    if on_gpu(x) or forced() is not None or _layout(x, dims) is torch.contiguous_format:
         return False
     return prefer == "speed" or x.numel() < WORTH_ELEMENTS
 
@@ -207,7 +208,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     if geometry is None or channels * max(math.prod(input.shape[-dims:]), math.prod(geometry.out)) > PLANE:
         return None
     device = "cuda" if input.is_cuda else "cpu"
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and (input.is_cuda or not on_gpu(input)):  # a GPU's autocast widens none
         input = input.to(_out_dtype(dims, input.dtype, device, torch.get_autocast_dtype(device)))
     if torch.is_grad_enabled() and input.requires_grad:
         return _MaxPool.apply(input, link_before(input), geometry, kernel)[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import bits
-from hfnn.core.context import capturing, compiling, context
+from hfnn.core.context import capturing, compiling, context, on_gpu
 from hfnn.core.function import Function, drawing
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 from hfnn.ops import piecewise, table
@@ -90,7 +90,7 @@ def _takes(x, prefer):
         return False
     if not (x.is_cpu or x.is_cuda) or not x.is_floating_point() or context(x) is not None:
         return False
-    if x.is_cpu and x.dtype is torch.float16:  # torch's own op raises
+    if not on_gpu(x) and x.dtype is torch.float16:  # torch's own op raises
         return False
     return not (x.is_cuda and capturing())  # the seed would be frozen into the graph
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core import native, recipe
-from hfnn.core.context import compiling
+from hfnn.core.context import compiling, on_gpu
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
 from hfnn.ops import table
@@ -71,14 +71,14 @@ class Smooth(Op):
         if kernel is None:
             return None
         if self.keeps_output:
-            if input.is_cpu and input.dtype not in self.fast and forced() is None:
+            if not on_gpu(input) and input.dtype not in self.fast and forced() is None:
                 return None
             input = input.to(self.out_dtype(input))  # under autocast, CUDA's exp is float32
             return self._function.apply(input, self, kernel) if torch.is_grad_enabled() else self.forward(input, kernel)
         if self.contiguous:
-            if not input.is_cpu and ambiguous(input):
+            if on_gpu(input) and ambiguous(input):
                 return None
-            input = input.contiguous() if input.is_cpu else input
+            input = input if on_gpu(input) else input.contiguous()
         # Under autocast, CUDA's softplus is float32.
         return self._rebuilt(input, numbers, self.out_dtype(input), kernel)
 

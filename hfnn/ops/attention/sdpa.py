@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hfnn.core import flops, native
-from hfnn.core.context import compiling
+from hfnn.core.context import compiling, on_gpu, place
 from hfnn.core.function import Function, double_backward, wanted
 from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
 from hfnn.ops import dropout
@@ -164,10 +164,10 @@ def suffices(query, attn_mask, dropout_p, prefer) -> bool:
     if _passes(query, prefer):  # also while Dynamo compiles
         return True
     if attn_mask is None:
-        return query.is_cuda or not dropout_p
-    if (attn_mask.requires_grad and (query.is_cuda or torch.is_grad_enabled())) or dropout_p:
+        return on_gpu(query) or not dropout_p
+    if (attn_mask.requires_grad and (on_gpu(query) or torch.is_grad_enabled())) or dropout_p:
         return False
-    return not query.is_cuda or _dtype(query) not in _HALVES
+    return not on_gpu(query) or _dtype(query) not in _HALVES
 
 
 def _dtype(x) -> torch.dtype:
@@ -279,7 +279,7 @@ def _few_keys(query, mask, p) -> bool:
     """Whether the probabilities, which torch keeps on the CPU for a mask's gradient, are no larger than the result and
     two numbers per row."""
     trained = mask is not None and mask.requires_grad and not p and forced() is None
-    return trained and not query.is_cuda and mask.dim() > 0 and mask.shape[-1] <= query.shape[-1] + 2
+    return trained and not on_gpu(query) and mask.dim() > 0 and mask.shape[-1] <= query.shape[-1] + 2
 
 
 def of_torch(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer):
@@ -317,7 +317,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str,
 def _math_dims(asked, query) -> int:
     """query's dimensions if torch's own op would run its math backend on the CPU, whose strides differ; else 0."""
     bias = asked.attn_mask is not None and asked.attn_mask.requires_grad and torch.is_grad_enabled()
-    return query.dim() if query.is_cpu and (bias or asked.dropout_p > 0 or query.dim() != 4) else 0
+    return query.dim() if place(query) == "cpu" and (bias or asked.dropout_p > 0 or query.dim() != 4) else 0
 
 
 def _select(asked, query, key, value, ordinary, prefer):

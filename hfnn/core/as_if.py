@@ -1,0 +1,100 @@
+"""A step without values, as if on a GPU: what would be chosen and kept there, on a machine that has none."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hfnn.core import context, native
+from hfnn.core.context import PLAIN
+
+_LEAST = 8, 0  # the oldest GPUs for which kernels are built
+
+# The functions that autocast runs in float32 on CUDA (torch.amp's documentation).
+_IN_FLOAT32 = {
+    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist",
+    "cosh", "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv",
+    "exp", "expm1", "group_norm", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "layer_norm", "log",
+    "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss",
+    "multilabel_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "pow", "prod",
+    "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus",
+    "sum", "tan", "triplet_margin_loss",
+}  # fmt: skip
+
+
+class _OnGPU(TorchFunctionMode):
+    """torch's own ops on FakeTensors of the CPU keep what they keep on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if type(first) in PLAIN and first.is_cpu and context.on_gpu(first):
+            return _on_gpu(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _on_gpu(func, args, kwargs):
+    if func is torch.nn.functional.dropout:
+        return _dropout(*args, **kwargs)
+    if func is torch.nn.functional.scaled_dot_product_attention:  # with dropout, the CPU keeps probabilities
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        kwargs = {name: x for name, x in kwargs.items() if name != "dropout_p"}
+    elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
+        args, kwargs = [_wide(x) for x in args], {name: _wide(x) for name, x in kwargs.items()}
+    return func(*args, **kwargs)
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _wide(x):
+    return x.float() if type(x) in PLAIN and x.is_floating_point() and x.itemsize == 2 else x
+
+
+@contextlib.contextmanager
+def as_if(device: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Steps without values choose, and keep for backward, what they would on a GPU; torch may be built without CUDA.
+
+    For FakeTensors on the CPU, and for real tensors in their mode: run forward and backward inside, with the tensors'
+    own device ("cpu") in the code. hfnn's choices of kernels, their limits of size, the layouts and dtypes of their
+    results, and what dropout, attention and autocast of torch keep, are those of a GPU. All kernels of hfnn count as
+    built. Autocast is that of the CPU with the dtypes of a GPU: `torch.autocast("cpu", torch.bfloat16)`.
+
+    Real tensors outside of such a mode have kernels of their own device only, so nothing changes for them, nor on
+    "meta", where torch's own ops run. What cuDNN keeps for batch norm and recurrent layers is not included, and torch's
+    functions called by torch's own functions in Python (`multi_head_attention_forward`) are as on the CPU. Applies to
+    the whole process, like `hfnn.use`.
+
+    Args:
+        device: "cuda".
+        capability: The compute capability of the GPU. From 8.0 on, no choice of hfnn depends on it.
+
+    Raises:
+        ValueError: Another device, or a GPU for which hfnn has no kernels.
+
+    >>> from torch._subclasses import FakeTensorMode
+    >>> with hfnn.as_if("cuda"), FakeTensorMode():
+    ...     y = hfnn.Dropout(0.5)(torch.empty(8, 8, requires_grad=True))  # torch keeps a boolean mask on a GPU
+    >>> y.grad_fn.name()
+    'NativeDropoutBackward0'
+    """
+    if torch.device(device).type != "cuda":
+        raise ValueError(f"as_if({device!r}): choices can be those of 'cuda' only")
+    if tuple(capability) < _LEAST:
+        raise ValueError(f"as_if(capability={capability}): hfnn has kernels for GPUs of capability {_LEAST} and newer")
+    before = context.assumed()
+    _assume(True)
+    try:
+        with _OnGPU():
+            yield
+    finally:
+        _assume(before)
+
+
+def _assume(on: bool) -> None:
+    context._assumed = on
+    if native.extension is not None:
+        native.extension.as_if(_OnGPU if on else None)
