@@ -57,6 +57,7 @@ class Site:
     module: nn.Module
     names: list[str]
     around: list[nn.Module]
+    use: object | None = None  # of a layer that may make the model's logits
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,13 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: if a proof fails in an unexpected way, the model is unchanged.
-    verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
-    of_parts = [feed_forward.settings(module, recompute) for module, _ in verdicts]
-    for module, room in verdicts:
+    verdicts = [(site.module, examine(site).room, site.use) for site in found if site in chosen and site not in skipped]
+    of_parts = [feed_forward.settings(module, recompute) for module, *_ in verdicts]
+    for module, room, use in verdicts:
         if room is not None:
             object.__setattr__(module, "__class__", room)
+            if use is not None:
+                vars(module)["_hfnn_use"] = use
         if is_converted(module) or feed_forward.is_own(module):
             _set(module, "prefer", prefer)
             _set(module, "exact", exact)
@@ -258,10 +261,10 @@ def sites(model: nn.Module) -> list[Site]:
     """Every module of the model once, in the order of `named_modules`."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
-    by_name = dict(model.named_modules(remove_duplicate=False))
+    by_name, uses = dict(model.named_modules(remove_duplicate=False)), adapters.candidates(model)
     found: dict[nn.Module, Site] = {}
     for name, module in by_name.items():
-        site = found.setdefault(module, Site(module, [], []))
+        site = found.setdefault(module, Site(module, [], [], uses.get(module)))
         site.names.append(name)
         site.around.extend(by_name[outer] for outer in _prefixes(name) if outer != name)
     return list(found.values())
@@ -270,7 +273,7 @@ def sites(model: nn.Module) -> list[Site]:
 def examine(site: Site) -> Verdict:
     """Whether and how to swap a module that is not converted yet, or why not."""
     module, cls = site.module, type(site.module)
-    placed = adapters.room_of(module, site.around)
+    placed = adapters.room_of(module, site.around, site.use)
     if placed is not None:
         cls, room = placed
         why = _obstacle(site, room)

@@ -230,9 +230,9 @@ def test_output_object():
 
 
 def test_without_labels():
-    """Nothing is deferred; generate draws the same tokens."""
+    """Nothing is deferred that cannot have a loss; generate draws the same tokens."""
     (plain, model), inputs = pair(), batch()
-    assert type(model(inputs["input_ids"]).logits) is torch.Tensor
+    assert type(torch.no_grad()(model)(inputs["input_ids"]).logits) is torch.Tensor
     arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     tokens = [m.generate(inputs["input_ids"][:2, :4], **arguments) for m in (plain, model)]
     assert torch.equal(*tokens)
@@ -342,7 +342,7 @@ class TestComputedAtOnce:
 
     def test_replica_of_data_parallel(self):
         model = pair()[1]
-        model._is_replica = True
+        model._is_replica = model.lm_head._is_replica = True
         assert type(self.logits(model)) is torch.Tensor
 
     def test_torch_was_asked_for(self):
@@ -370,7 +370,7 @@ def test_threads():
     model, inputs, found = pair()[1], batch(), []
 
     def without_labels():
-        found.append(type(model(inputs["input_ids"]).logits))
+        found.append(type(torch.no_grad()(model)(inputs["input_ids"]).logits))
 
     hook = model.model.register_forward_hook(lambda *_: start())
 

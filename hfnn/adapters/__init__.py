@@ -8,6 +8,8 @@ from torch import nn
 
 from hfnn.adapters import attention, diffusers, transformers
 from hfnn.core import parts
+from hfnn.deferred.head import Head, Use
+from hfnn.deferred.head import candidates as candidates
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 
@@ -17,9 +19,10 @@ def rooms() -> dict[type, type]:
     return {**transformers.rooms()}
 
 
-def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
-    """(class without hfnn, replacement of its forward) for a module recognised by its content or its surroundings."""
-    return transformers.room_of(module, around)
+def room_of(module: nn.Module, around: list[nn.Module], use: Use | None) -> tuple[type, type] | None:
+    """(class without hfnn, replacement of its forward) for a module recognised by its content or its surroundings.
+    use: that of a candidate for the model's output layer."""
+    return transformers.room_of(module, around) or (None if use is None else (nn.Linear, Head))
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:

@@ -5,21 +5,18 @@ logits are `hfnn.deferred.Deferred`: the loss is `linear_cross_entropy`, and the
 read.
 """
 
-import contextvars
 import functools
 import inspect
 import sys
-from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from hfnn import ops
 from hfnn.core.context import compiling
-from hfnn.deferred.logits import defer
+from hfnn.deferred.head import Deferring, Head, deferrable, deferring
 from hfnn.deferred.product import Writes
 from hfnn.ops import linear
-from hfnn.ops.head import WORTH_LOGITS, passes
+from hfnn.ops.head import WORTH_LOGITS
 
 # The names of their classes; MarianMTModel is BART under another name.
 NAMES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MarianMTModel")
@@ -34,31 +31,6 @@ class Conv1D:
     def forward(self, x):
         y = linear.keeping_less(x, self.weight, self.bias, self.recompute, self.prefer, self.nf, self.exact)
         return super().forward(x) if y is None else y
-
-
-@dataclass(frozen=True)
-class _Deferring:
-    """A language model during a forward with labels. compact: whether most labels are ignored."""
-
-    head: nn.Module
-    compact: bool
-    prefer: str
-
-
-_deferring: contextvars.ContextVar[_Deferring | None] = contextvars.ContextVar("hfnn_deferring", default=None)
-
-
-class Head(Writes, linear.Linear):
-    """The output layer of a language model: deferred while the model has labels, else `hfnn.Linear`."""
-
-    def forward(self, input):
-        if not compiling():
-            now = _deferring.get()
-            if now is not None and now.head is self and not passes(input.shape[:-1].numel(), self.weight, now.prefer):
-                logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
-                if logits is not None:
-                    return logits
-        return super().forward(input)
 
 
 class LanguageModel(Writes):
@@ -98,11 +70,11 @@ def _with_deferred_logits(original: type):
         if head is None:
             return original.forward(self, *args, **kwargs)
         compact = original.__name__.endswith("ForMaskedLM")
-        token = _deferring.set(_Deferring(head, compact, self.prefer))
+        token = deferring.set(Deferring(head, compact, self.prefer))
         try:
             return original.forward(self, *args, **kwargs)
         finally:
-            _deferring.reset(token)
+            deferring.reset(token)
 
     return forward
 
@@ -125,15 +97,7 @@ def _in_one_graph(chosen):
 def _deferrable(model) -> nn.Module | None:
     """The head of the model if its logits may be deferred in this call."""
     head = model.get_output_embeddings()
-    # A hook, also one of fully_shard or accelerate, may read the logits or free the weight. DataParallel gathers
-    # outputs in C++.
-    kinds = "forward_hooks", "backward_hooks", "backward_pre_hooks"
-    if (
-        not isinstance(head, Head)
-        or any(getattr(head, f"_{kind}") or getattr(torch_module, f"_global_{kind}") for kind in kinds)
-        or "forward" in vars(head)
-        or vars(model).get("_is_replica")
-    ):
+    if not isinstance(head, Head) or not deferrable(head) or vars(model).get("_is_replica"):
         return None
     return head
 

@@ -83,9 +83,9 @@ class Step(Function):
         elif dy is not None:
             dy, create_graph = computed(dy), torch.is_grad_enabled()
             with torch.enable_grad():
-                # Of all steps, only tanh needs the numbers.
-                capped = plan.capped and not before.capped
-                y = before.logits(create_graph) if capped else before.like().requires_grad_()
+                # Of all steps, only tanh and log_softmax need the numbers.
+                reads = (plan.capped, plan.logs) != (before.capped, before.logs)
+                y = before.logits(create_graph) if reads else before.like().requires_grad_()
                 y = y if create_graph else y.detach().requires_grad_()
                 (dy,) = torch.autograd.grad(plan.steps[-1](y), y, dy, create_graph=create_graph)
         return None, None, None, dy
@@ -167,6 +167,7 @@ class Gradient(torch.Tensor):
         return self._value is None
 
     def compute(self) -> None:
+        self._plan.product.outcome.read = True
         with torch.inference_mode(False), torch.no_grad():
             parts = [part.gradient(self._plan, dy) for part, dy in self.parts]
             self._value, self.parts = sum(parts[1:], parts[0]), None

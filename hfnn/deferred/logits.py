@@ -27,7 +27,7 @@ from hfnn.core import flops, kernel
 from hfnn.core.context import PLAIN, autocasting, context, uncompiled
 from hfnn.deferred.graph import ComputedLogits, DeferredLoss, Logits, Step, computed
 from hfnn.deferred.product import Product, saving_hooks
-from hfnn.deferred.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, name_of, ways
+from hfnn.deferred.recorded import GRAPH, HANDLERS, METADATA, name_of, ways
 from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
 
@@ -71,7 +71,8 @@ class Epilogue:
     """How a Deferred follows from its product: z = after tanh(before (hidden weight^T + bias + row)), or without tanh.
 
     meta: shape and strides, on the device "meta"; grad: whether the logits require grad; rows: selects the rows of
-    hidden for these logits, in their order; steps: make these logits from those of the product.
+    hidden for these logits, in their order; second: whether the classes are dimension 1, not the last; logs: whether
+    log_softmax was applied; steps: make these logits from those of the product.
     """
 
     product: Product
@@ -82,6 +83,8 @@ class Epilogue:
     before: float = 1.0
     after: float = 1.0
     capped: bool = False
+    second: bool = False
+    logs: bool = False
     steps: tuple[Callable, ...] = field(default=(), repr=False)
 
     def then(self, step, meta=None, **changes) -> "Epilogue":
@@ -105,18 +108,22 @@ class Epilogue:
             self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device=self.product.device
         )
 
-    def loss(self, logits: "Deferred", target, weight, options) -> torch.Tensor | None:
-        """`cross_entropy` of `logits`, whose plan this is, without computing them; or None."""
+    def loss(self, logits: "Deferred", function, target, weight, options) -> torch.Tensor | None:
+        """`function` of `logits`, whose plan this is, without computing them; or None. function: cross_entropy, or
+        nll_loss of their log_softmax."""
         product = self.product
         if any(type(t) not in PLAIN or t.device != product.device for t in (target, weight) if t is not None):
             return None
-        if self.meta.dim() != 2 or target.dtype is not torch.int64 or target.shape != self.meta.shape[:1]:
+        if target.dtype is not torch.int64 or (self.meta.dim() != 2 and not self.second):
+            return None
+        if target.shape != self.meta.shape[:1] + self.meta.shape[2:]:
             return None
         if self.meta.dtype is not product.dtype and (product.dtype, self.meta.dtype) not in _WIDER:
             return None
         product.check()
         if self.grad and product.change() is not None:  # the gradient needs what was written to
             return None
+        product.outcome.used = True
         out = cross_entropy.OP.out_dtype(self.meta.new_empty(0, device=product.device))
         if not self.grad:
             with torch.no_grad():
@@ -127,7 +134,7 @@ class Epilogue:
 
         def composed(y):
             with no_autocast(y):
-                return CROSS_ENTROPY(y.to(out), target, weight, **options)
+                return function(y.to(out), target, weight, **options)
 
         return DeferredLoss.apply(self, fused, composed, logits)
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -38,6 +39,14 @@ _unread: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # products
 _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id and version of the weight
 
 
+@dataclass
+class Outcome:
+    """What became of a product's logits. read: by another operation than a recorded one or a loss; used: by a loss."""
+
+    read: bool = False
+    used: bool = False
+
+
 class Product:
     """The linear map behind a Deferred and everything that was derived from it, its `members`.
 
@@ -54,6 +63,8 @@ class Product:
         self._marks: list[tuple] = []
         self._kept: dict[int, torch.Tensor] = {}
         self._inner: Callable = lambda: None
+        self._made: tuple | None = None  # the value, if it was computed in forward
+        self.outcome = Outcome()
         # A write to `.data` leaves no other trace. Reading logits compares these numbers, a loss does not.
         self._samples = [(t, _sample(t, t.is_contiguous())) for t in (weight, bias) if t is not None]
         self.watch(hidden, weight, bias)
@@ -104,7 +115,7 @@ class Product:
         The weight is copied, unless the logits are smaller; once for all products of the same weight.
         """
         weights = [t for t in (self.weight, self.bias) if t is not None and _ids(t) & written]
-        if all(id(t) in self._kept for t in weights) or not self.waiting():
+        if self._made is not None or all(id(t) in self._kept for t in weights) or not self.waiting():
             return
         if self.smaller_than_weight():
             self.compute_waiting()
@@ -134,8 +145,15 @@ class Product:
         with no_autocast(hidden):
             return nn.functional.linear(hidden, weight, None if bias is None else bias.to(self.dtype))
 
+    def make(self) -> None:
+        """Computes the logits now; whenever they are read, they are there."""
+        self._made = self.value(self.grad)
+
     def value(self, grad: bool):
         """(the logits without a graph, what holds their graph for `backward` or None)."""
+        if self._made is not None:
+            made, self._made = self._made, None
+            return made
         if not grad or (self._kept and self.change(numbers=True) is not None):
             with torch.no_grad():
                 return self.logits(*self.given()), None
@@ -162,9 +180,11 @@ class Product:
         grads = iter(torch.autograd.grad(y, wanted, dy, retain_graph=keeps_graph(), create_graph=create_graph))
         return [next(grads) if need else None for need in needs]
 
-    def compute(self) -> None:
-        """Every living member. A view stays a view of its tensor, whatever is written."""
-        self.check(numbers=True)
+    def compute(self, read: bool = True) -> None:
+        """Every living member. A view stays a view of its tensor, whatever is written. read: whether they are read."""
+        self.outcome.read |= read
+        if self._made is None:
+            self.check(numbers=True)
         members, self.members = [ref() for ref in self.members], []
         same = saving_hooks() == self.hooks
         saving = contextlib.nullcontext() if same else saved_tensors_hooks(lambda t: t, lambda t: t)
@@ -175,7 +195,7 @@ class Product:
 
     def compute_waiting(self) -> None:
         waiting = self.waiting()
-        self.compute()
+        self.compute(read=False)
         for x in waiting:
             x.computed()
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hfnn.core.context import PLAIN
+from hfnn.core.context import PLAIN, autocasting
 
 DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -87,17 +87,30 @@ def _clone(x, func, args, kwargs):
 def _reshape(x, func, args, kwargs):
     """Rows stay whole and in their order if the last dimension keeps its length."""
     plan = x._plan
+    if plan.second:
+        return None
     meta = func(plan.meta, *args, **kwargs)
     if meta.dim() < 2 or meta.shape[-1] != plan.meta.shape[-1] or meta.dtype is not plan.meta.dtype:
         return None
     return x.then(lambda y: func(y, *args, **kwargs), meta=meta)
 
 
+@_recorder("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "mT")
+def _classes_second(x, func, args, kwargs):
+    """The classes become the second dimension, where a loss of logits with more dimensions expects them."""
+    plan = x._plan
+    meta = func(plan.meta, *args, **kwargs)
+    wanted = plan.meta.movedim(-1, 1)
+    if plan.second or plan.meta.dim() < 3 or (meta.shape, meta.stride()) != (wanted.shape, wanted.stride()):
+        return None
+    return x.then(lambda y: func(y, *args, **kwargs), meta=meta, second=True)
+
+
 @_recorder("__getitem__")
 def _index(x, func, args, kwargs):
     plan = x._plan
     index = _leading(args[0] if type(args[0]) is tuple else (args[0],), plan.meta.shape)
-    if index is None:
+    if index is None or plan.second:
         return None
     # A tensor may be written to before the logits are computed. For a mask, the host waits once for the numbers.
     index = [
@@ -141,6 +154,8 @@ def _scale(x, func, args, kwargs):
     if len(args) != 1 or kwargs or not isinstance(args[0], (int, float)) or not args[0] or not math.isfinite(args[0]):
         return None
     (number,), plan = args, x._plan
+    if plan.logs:
+        return None
     factor = 1 / number if "div" in func.__name__ else number
     which = {"after": plan.after * factor} if plan.capped else {"before": plan.before * factor}
     return x.then(lambda y: func(y, number), **which)
@@ -148,7 +163,24 @@ def _scale(x, func, args, kwargs):
 
 @_recorder("tanh")
 def _tanh(x, func, args, kwargs):
-    return None if x._plan.capped or args or kwargs else x.then(torch.tanh, capped=True)
+    plan = x._plan
+    return None if plan.capped or plan.logs or args or kwargs else x.then(torch.tanh, capped=True)
+
+
+@_recorder("log_softmax")
+def _log_softmax(x, func, args, kwargs):
+    """log_softmax over the classes, of which `nll_loss` is the cross-entropy of the logits."""
+    options = dict(zip(("dim", "dtype") if func is not nn.functional.log_softmax else ("dim",), args, strict=False))
+    dim, dtype = (kwargs.get(name, options.get(name)) for name in ("dim", "dtype"))
+    plan = x._plan
+    classes = 1 if plan.second else plan.meta.dim() - 1
+    if plan.logs or type(dim) is not int or dim not in (classes, classes - plan.meta.dim()) or len(args) > len(options):
+        return None
+    if dtype is None:
+        dtype = torch.float32 if autocasting(x) and x.dtype is not torch.float64 else x.dtype
+    if not dtype.is_floating_point:
+        return None
+    return x.then(lambda y: y.log_softmax(dim, dtype=dtype), meta=plan.meta.log_softmax(dim, dtype=dtype), logs=True)
 
 
 @_recorder("add", "__add__", "__radd__")
@@ -156,6 +188,8 @@ def _add(x, func, args, kwargs):
     """A row that is the same for all tokens: BART's final_logits_bias."""
     plan = x._plan
     if len(args) != 1 or kwargs or type(args[0]) not in PLAIN or plan.capped or plan.before != 1:
+        return None
+    if plan.logs or plan.second:
         return None
     (row,), vocabulary = args, plan.meta.shape[-1]
     if row.requires_grad or row.is_inference() or row.device != x.device or row.shape[-1:] != (vocabulary,):
@@ -168,18 +202,24 @@ def _add(x, func, args, kwargs):
     return x.then(lambda y: func(y, row), meta=meta, row=total)
 
 
-CROSS_ENTROPY = nn.functional.cross_entropy  # before the name is routed elsewhere
+# Before the names are routed elsewhere.
+CROSS_ENTROPY, NLL_LOSS = nn.functional.cross_entropy, nn.functional.nll_loss
 
 
 @_recorder("cross_entropy")
 def _cross_entropy(x, func, args, kwargs):
-    return _loss(x, *args, **kwargs) if func is CROSS_ENTROPY else None
+    return None if func is not CROSS_ENTROPY or x._plan.logs else _loss(x, func, *args, **kwargs)
 
 
-def _loss(x, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", **options):
+@_recorder("nll_loss")
+def _nll_loss(x, func, args, kwargs):
+    return _loss(x, func, *args, **kwargs) if func is NLL_LOSS and x._plan.logs else None
+
+
+def _loss(x, func, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", **options):
     if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
         return None
-    return x._plan.loss(x, target, weight, {"reduction": reduction, "ignore_index": ignore_index, **options})
+    return x._plan.loss(x, func, target, weight, {"reduction": reduction, "ignore_index": ignore_index, **options})
 
 
 # Queries about the graph of logits, computed or not.

@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
-    wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
+    wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1).contiguous()
     scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
     kept = _kept(target != call.options[0]) if call.compact else None
     if kept is not None:

@@ -199,7 +199,8 @@ def restore(module: nn.Module) -> None:
     """Restore the class and attributes of a converted module."""
     cls = type(module)
     object.__setattr__(module, "__class__", original(cls))
-    vars(module).pop("_hfnn_lapsed", None)
+    for name in ("_hfnn_lapsed", "_hfnn_use"):
+        vars(module).pop(name, None)
     for name in settings(cls):
         if "forward" in vars(module):  # a forward wrapped since then still calls the room, which reads them
             vars(module).setdefault(name, getattr(cls, name))

@@ -168,7 +168,7 @@ def _changed_in_checkpoint(program, difference):
     changing = ("revert", "convert", "attribute", "mode", "cast", "freeze", "freeze_all",
                 "hook", "unhook", "patch", "config")  # fmt: skip
     changes = [n for n, name in enumerate(names) if name in changing]
-    noticed = _says(difference, "torch.utils.checkpoint") or _refused(difference, "torch.utils.checkpoint")
+    noticed = any(told(difference, "torch.utils.checkpoint") for told in (_says, _refused))
     return noticed and _between(program, changes, _at(difference))
 
 
@@ -186,12 +186,10 @@ def _not_the_same_again(program, difference):
 
 
 def _not_computed_again(program, difference):
-    """Stock reads all that a linear map saved, even for the gradient of a bias alone, which does not need it. So only
-    stock recomputes the checkpoint, with its products, and calls the hooks inside."""
+    """Stock reads all that a linear map saved, even for a bias's gradient, so only it recomputes, and calls hooks."""
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in program["steps"])
     what = difference.label.split()[0]
-    fewer = what == "hook" and difference.how == "missing"
-    fewer |= what == "flops" and sum(dict(difference.ours).values()) < sum(dict(difference.stock).values())
+    fewer = difference.how == "missing" if what == "hook" else what == "flops" and not difference.ours
     return partial and fewer and _in_checkpoint(program)
 
 
