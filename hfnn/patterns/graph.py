@@ -1,0 +1,226 @@
+"""What a module's forward computes, as a graph of torch calls: traced once, in one spelling.
+
+`Trace` runs a clone's own forward on tensors without values (`Value`); the clone's parts are leaves (`stand_in`).
+Methods, operators and functions with the same meaning become the same node of a torch.fx graph, arguments stand by
+position, and what changes nothing is left out. Whatever is not in the table CALLS, or would need a value, raises
+Refusal. rows.py has the patterns, rewrite.py finds them.
+"""
+
+import inspect
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from hfnn.patterns import probe
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.subclass import original
+
+# name(arguments): functions that depend only on the values of their arguments.
+CALLS = """
+add(a, b) sub(a, b) mul(a, b) div(a, b) neg(a) pow(a, b) square(a) sqrt(a) rsqrt(a) exp(a) erf(a) abs(a) matmul(a, b)
+sigmoid(a) tanh(a) gelu(a, approximate="none") relu(a, inplace=False) relu6(a, inplace=False) silu(a, inplace=False)
+leaky_relu(a, negative_slope=0.01, inplace=False) hardswish(a, inplace=False) softmax(a, dim, dtype=None)
+dropout(a, p=0.5, training=True, inplace=False) linear(a, weight, bias=None)
+layer_norm(a, normalized_shape, weight=None, bias=None, eps=1e-5) chunk(a, chunks, dim=0) split(a, size, dim=0)
+unbind(a, dim=0) getitem(a, index) cat(tensors, dim=0) flatten(a, start_dim=0, end_dim=-1) transpose(a, dim0, dim1)
+mean(a, dim, keepdim=False) unsqueeze(a, dim) squeeze(a, dim) to(a, dtype) contiguous(a)
+"""
+# Other names of the same functions; those of casts ask for a dtype in their own way (`_cast`).
+ALIASES = {
+    "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "concat": "cat",
+    "concatenate": "cat", "swapaxes": "transpose", "type_as": "to", "type": "to", "float": "to",
+}  # fmt: skip
+VIEWS = "chunk", "split", "unbind", "getitem", "flatten", "transpose", "unsqueeze", "squeeze", "contiguous", "to"
+ANSWERS = "shape", "size", "dtype", "ndim", "dim", "numel", "device", "layout"
+_OPERATORS = ("add", "sub", "mul", "neg", "pow", "matmul", "getitem")
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, slice, type(Ellipsis))
+
+
+def gelu(a, approximate):
+    return F.gelu(a, approximate=approximate)  # which torch takes by name only
+
+
+gelu.__module__ = "hfnn"  # in the source of a graph it is hfnn_gelu
+SIGNATURES = {
+    name: inspect.signature(eval(f"lambda {arguments}: None"))  # of the table above
+    for name, arguments in re.findall(r"(\w+)\((.*?)\)", CALLS, re.DOTALL)
+}
+# name -> the function that stands for all of this name
+TARGETS: dict[str, Callable] = {"gelu": gelu, "div": operator.truediv, **{n: getattr(operator, n) for n in _OPERATORS}}
+for _name, _how in SIGNATURES.items():
+    _owner = F if "inplace" in _how.parameters or "weight" in _how.parameters else torch
+    TARGETS.setdefault(_name, getattr(_owner, _name, None) or getattr(torch.Tensor, _name, None))
+_NAMES = {target: name for name, target in TARGETS.items()} | {operator.iadd: "add_"}
+# torch's functions -> (name in CALLS, whether the operands are swapped, whether the first is written to)
+_SPELLINGS = {
+    getattr(owner, spelled): (ALIASES.get(name, name), swapped, inplace)
+    for name in (*SIGNATURES, *ALIASES)
+    for spelled, swapped, inplace in (
+        (name, False, False), (f"__{name}__", False, False), (f"__r{name}__", True, False),
+        (f"__i{name}__", False, True), (f"{name}_", False, True),
+    )
+    for owner in (F, torch, torch.Tensor)
+    if hasattr(owner, spelled)
+}  # fmt: skip
+
+
+def name_of(node: fx.Node) -> str | None:
+    """The name in CALLS of the function that a node calls; "add_" if it adds in place."""
+    return _NAMES.get(node.target) if node.op == "call_function" else None
+
+
+class Value(torch.Tensor):
+    """A tensor of a trace: it has a shape and a dtype, and no numbers. `node`: what computes it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return next(_values((args, kwargs or {}))).trace.call(func, args, kwargs or {})
+
+
+def _values(nest):
+    """The values in lists, tuples and dicts."""
+    if isinstance(nest, Value):
+        yield nest
+    elif isinstance(nest, (list, tuple, dict)):
+        for each in nest.values() if isinstance(nest, dict) else nest:
+            yield from _values(each)
+
+
+class Trace:
+    """A graph that is being recorded. views: nodes of which others share the memory."""
+
+    def __init__(self):
+        self.graph, self.views = fx.Graph(), set()
+
+    def value(self, shape: tuple[int, ...], dtype: torch.dtype, node: fx.Node) -> Value:
+        found = torch.Tensor._make_subclass(Value, torch.empty(shape, dtype=dtype, device="meta"))
+        found.trace, found.node, node.meta["shape"] = self, node, tuple(shape)
+        return found
+
+    def input(self, name: str, shape: tuple[int, ...]) -> Value:
+        # With 16 bits, in which `.float()` and `.to(x.dtype)` are two things.
+        return self.value(shape, torch.bfloat16, self.graph.placeholder(name))
+
+    def parameter(self, path: str, shape: tuple[int, ...]) -> Value:
+        found = self.value(shape, torch.bfloat16, self.graph.get_attr(path))
+        found._is_param = True  # isinstance(found, nn.Parameter)
+        return found
+
+    def part(self, name: str, x: Value, outputs: int | None = None) -> Value:
+        """The result of a part, of the shape of x except for its last dimension."""
+        return self.value((*x.shape[:-1], outputs or x.shape[-1]), x.dtype, self.graph.call_module(name, (x.node,)))
+
+    def call(self, func, args, kwargs):
+        """torch's function on values of the trace."""
+        name = getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ANSWERS:
+                return torch.device("cpu") if name == "device" else func(*args, **kwargs)
+            if func not in _SPELLINGS:
+                raise Refusal(f"its forward calls {name.strip('_')}")
+            called, swapped, inplace = _SPELLINGS[func]
+            if called == "to":
+                func, args, kwargs = torch.Tensor.to, (args[0], _cast(name, *args[1:], *kwargs.values())), {}
+            try:
+                given = SIGNATURES[called].bind(*(args[::-1] if swapped else args), **kwargs)
+            except TypeError:
+                raise Refusal(f"its forward calls {called} with arguments that are not followed") from None
+            given.apply_defaults()
+            inplace = given.arguments.pop("inplace", False) or inplace
+            arguments, x = tuple(map(_argument, given.arguments.values())), next(_values((args, kwargs)))
+            if _same(called, x, arguments):
+                self.views.add(x.node)  # torch may make another tensor
+                return x
+            shape, y = x.shape, func(*args, **kwargs)
+        if inplace:
+            return self._write(called, arguments, x, y.shape == shape)
+        node = self.graph.call_function(TARGETS[called], arguments)
+        if called in VIEWS:
+            self.views |= {x.node, node}
+        if isinstance(y, torch.Tensor):
+            return self.value(y.shape, y.dtype, node)
+        items = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(y))]
+        self.views |= set(items)
+        return type(y)(self.value(each.shape, each.dtype, item) for each, item in zip(y, items, strict=True))
+
+    def _write(self, name, arguments, x, fits):
+        """Records a call that writes its result to its first argument, which no view shares."""
+        by_flag = "inplace" in SIGNATURES[name].parameters
+        fresh = arguments[0] is x.node and x.node.op in ("call_module", "call_function") and x.node not in self.views
+        if not (fresh and fits and (by_flag or name == "add")):
+            raise Refusal(f"its forward writes to a tensor ({name})")
+        node = self.graph.call_function(TARGETS[name] if by_flag else operator.iadd, (*arguments, *[True] * by_flag))
+        x.node, node.meta = node, {**x.node.meta, "writes": True}
+        return x  # whoever has the tensor sees what was written
+
+
+def _cast(name, *asked) -> torch.dtype:
+    """The dtype that `to`, `type`, `type_as` and `float` ask for."""
+    dtypes = [each.dtype if isinstance(each, torch.Tensor) else each for each in asked] or [torch.float32]
+    if len(dtypes) > 1 or not isinstance(dtypes[0], torch.dtype):
+        raise Refusal(f"its forward calls {name} with arguments that are not followed")
+    return dtypes[0]
+
+
+def _argument(value):
+    """An argument of a node."""
+    if isinstance(value, Value):
+        return value.node
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_argument, value))
+    if not isinstance(value, _CONSTANTS):
+        raise Refusal(f"its forward uses a {type(value).__name__} that is neither its input nor made of it")
+    return value
+
+
+def _same(name: str, x: Value, arguments: tuple) -> bool:
+    """Whether the result has the values of x."""
+    if name in ("mul", "div"):
+        return any(type(c) in (int, float) and c == 1 for c in arguments[name == "div" :])
+    return name == "to" and arguments[1] is x.dtype
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The forward of a part's stand-in. In a trace it is a node; on numbers it mixes a row in a way of its own, so that
+    its position matters. outputs: the length of its rows, or None if it keeps that of its input."""
+
+    name: str
+    number: int
+    identity: bool
+    outputs: int | None
+
+    def __call__(self, *args, **kwargs):
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+            raise Refusal(f"its forward calls {self.name} with more than a tensor")
+        (x,) = args
+        if self.identity:
+            return x
+        return x.trace.part(self.name, x, self.outputs) if isinstance(x, Value) else self._mixed(x)
+
+    def _mixed(self, x):
+        places = torch.arange(x.shape[-1], dtype=torch.float64) + 3 * self.number
+        y = x * places.cos().to(x.dtype) + x.roll(self.number, -1)
+        if self.outputs is None:
+            return y
+        places = torch.arange(self.outputs) * (2 * self.number + 5) + self.number
+        return y.index_select(-1, places % x.shape[-1]) * places.double().sin().to(x.dtype)
+
+
+def stand_in(part, name, number, kind, training, notes, dtype, trace=None):
+    """A clone of a part whose forward is a `Leaf`. dtype: of its parameters, which have no numbers in a trace."""
+    parameters = dict(part._parameters)
+    for own, p in parameters.items():
+        if p is not None and trace is not None:
+            parameters[own] = trace.parameter(f"{name}.{own}", tuple(p.shape))
+        elif p is not None:
+            drawn = torch.randn(p.shape if p.dim() < 2 else ()).to(dtype)
+            parameters[own] = nn.Parameter(drawn.expand(p.shape))
+    leaf = Leaf(name, number, kind == "identity", getattr(kind, "outputs", None))
+    cls = original(type(part)) or type(part)
+    return probe.clone(part, notes.of_part(name, part), training, parameters, changed={"forward": leaf}, cls=cls)

@@ -1,0 +1,346 @@
+"""Modules in whose graph a row is found (rows.py): the rewritten graph, its proof, and what `convert` does with it.
+
+A module gets the rest of its graph as its forward: its parts are called as before, and the ops run in between. Before,
+the new forward, with torch's calls for the rows, is compared with the module's own on random numbers: in four dtypes,
+training and eval, and in other shapes than those of the trace.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from hfnn.core.context import is_bare, is_plain, transformed
+from hfnn.core.kernel import forced
+from hfnn.ops import dropout, layer_norm
+from hfnn.ops.gated import OP
+from hfnn.ops.mlp import MLP, GatedMLP
+from hfnn.patterns import graph, probe
+from hfnn.patterns.kinds import BATCH_NORMS, Act, Map, function_of, kind_of
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match, Proofs, arguments, check
+from hfnn.patterns.rows import ROWS, Site, find, is_map, product
+from hfnn.patterns.subclass import original
+
+
+class Rewritten:
+    """Mixin for a module in whose graph rows were found: the rewritten graph, or the class's own forward."""
+
+    prefer = "auto"
+    _hfnn_when = "while the fused parts are those of the proof and carry no hooks, which would not be called"
+
+    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+        """Whether torch's own ops would compute the product between the maps, because it is small."""
+        like = self._hfnn_like
+        if like.map is None or len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor or not args[0].dim():
+            return False
+        width, size = getattr(self._modules.get(like.map), "out_features", None), args[0].numel()
+        if not size or width is None or forced() is not None:
+            return False
+        return size // args[0].shape[-1] * width < like.op.floors[self.prefer][args[0].is_cuda]
+
+    def forward(self, *args, **kwargs):
+        like = self._hfnn_like
+        if len(args) != like.inputs or kwargs or transformed() or not all(map(is_plain, args)) or not like.open(self):
+            return super().forward(*args, **kwargs)
+        return compiled(like.sources[self.training])(self, *args)
+
+
+@dataclass(frozen=True)
+class Fused(Match):
+    """A rewritten graph. sources: its code in eval and in training; found: (row, names, f) of each site; names: of all
+    parts; held: (part, what it must be) of the parts that are not called; maps: parts whose results may be computed
+    again in backward; keep: activations whose results are kept anyway; map: the first map of a module that has only
+    products; dtypes: parts whose weights must have one dtype, which a forward may ask for.
+    """
+
+    inputs: int
+    sources: tuple[str, str]
+    found: tuple[tuple[str, str, str | None], ...]
+    names: tuple[str, ...]
+    held: tuple[tuple[str, str], ...]
+    maps: tuple[str, ...]
+    keep: tuple[str, ...]
+    map: str | None
+    dtypes: tuple[str, ...]
+    mixin = Rewritten
+
+    def ops(self) -> list:
+        found = [(ROWS[name].op, f) for name, _, f in self.found]
+        return [op[f] if isinstance(op, dict) else op for op, f in found]
+
+    @property
+    def op(self):
+        return self.ops()[0]
+
+    def __str__(self) -> str:
+        by_op = {}
+        for op, (_, title, f) in zip(self.ops(), self.found, strict=True):
+            by_op.setdefault(op.name + (f" ({f})" if op is OP else ""), []).append(title)
+        return "hfnn " + "; ".join(f"{op} of {', '.join(titles)}" for op, titles in by_op.items())
+
+    def open(self, module) -> bool:
+        """Whether the parts are those of the proof, and those that the ops replace need not be called."""
+        parts = module._modules
+        if tuple(parts) != self.names or None in parts.values():
+            return False
+        weights = [parts[name]._parameters.get("weight") for name in self.dtypes]
+        if len({weight.dtype for weight in weights if weight is not None}) > 1:
+            return False
+        return all(_is_open(parts[name], kind) for name, kind in self.held)
+
+
+def _is_open(part, kind: str) -> bool:
+    """Whether a part computes what its kind says, and need not be called."""
+    if kind == "identity":
+        return type(part) is nn.Identity and is_bare(part)
+    if kind in _ROOMS:
+        return type(part) is _ROOMS[kind] and is_bare(part)
+    return is_bare(part) and function_of(part) == kind
+
+
+# Others draw and round in another way.
+_ROOMS = {"dropout": dropout.Dropout, "layer_norm": layer_norm.LayerNorm}
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(source: str) -> Callable:
+    """The function of a source that torch.fx wrote."""
+    return _function(source, lambda row: row.compute)
+
+
+def _function(source: str, of_row: Callable) -> Callable:
+    names = {"torch": torch, "hfnn_gelu": graph.gelu, **{f"hfnn_{name}": of_row(row) for name, row in ROWS.items()}}
+    exec(source, names)
+    return names["forward"]
+
+
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How to treat the module, or why it is left alone; None if no row is in its graph."""
+    like = read(module)
+    return like if not isinstance(like, Match) or like.found else None
+
+
+def read(module: nn.Module) -> Fused | Refusal | None:
+    """The rewritten graph of a module, also if no row is in it; None if it has other parts than the rows."""
+    parts, cls = module._modules, type(module)
+    foreign = cls.__module__.startswith(("torch.", "hfnn.")) and cls is not nn.Sequential
+    if foreign or not 1 <= len(parts) <= 64 or None in parts.values() or module._buffers:
+        return None
+    if any(p is not None for p in module._parameters.values()):
+        return None
+    kinds = {name: kind_of(part) for name, part in parts.items()}
+    inputs = arguments(cls)
+    but, loud = _hint(kinds, cls, inputs)
+    if but is None:
+        return None
+    classes = {name: weakref.ref(original(type(part)) or type(part)) for name, part in parts.items()}
+    key = tuple((name, kind, classes[name], _first(parts, name)) for name, kind in kinds.items())
+    like = _proofs.of(module, key, lambda notes: _prove(module, notes, kinds, inputs or 1), but)
+    return like if loud or isinstance(like, Match) else None
+
+
+_proofs = Proofs()
+
+
+def _first(parts, name: str) -> str:
+    """The first name of a part."""
+    return next(other for other, part in parts.items() if part is parts[name])
+
+
+def _hint(kinds, cls, inputs) -> tuple[str | None, bool]:
+    """(how a reason begins, whether reports say it) for a module with the parts of a row."""
+    found = list(kinds.values())
+    maps, acts = (sum(isinstance(kind, of) for kind in found) for of in (Map, Act))
+    if inputs in (0, 1, 2) and "batch_norm" in found:
+        return "it has batch norms, but ", True
+    if inputs not in (0, 1, 2) or cls is nn.Sequential or not maps or len(found) > 8 or "other" in found:
+        return None, False
+    if inputs < 2:
+        return "it has the parts of a feed-forward network, but ", maps > 1 and acts > 0
+    only = maps == 1 and {*found} - {None, "dropout", "layer_norm"} == {kind for kind in found if isinstance(kind, Map)}
+    return ("it has the parts of a residual connection, but " if "dropout" in found else None), only
+
+
+def _traced(module, notes, kinds, training, shapes) -> fx.Graph:
+    trace = graph.Trace()
+    clone = _clone(module, notes, kinds, training, torch.bfloat16, trace)
+    with torch.no_grad():
+        y = type(clone).forward(clone, *(trace.input(f"x{i}", shape) for i, shape in enumerate(shapes)))
+    if not isinstance(y, graph.Value) or y.node.op == "placeholder":
+        raise Refusal(f"its forward returns {'its input' if isinstance(y, graph.Value) else f'a {type(y).__name__}'}")
+    if any(map(probe.changes, (clone, *clone._modules.values()))):
+        raise Refusal("its forward changes attributes of the module")
+    trace.graph.output(y.node)
+    for node in trace.graph.nodes:
+        node.meta["kind"] = kinds.get(node.target) if node.op == "call_module" else None
+    return trace.graph
+
+
+def _clone(module, notes, kinds, training, dtype, trace=None):
+    made, how = {}, (training, notes, dtype, trace)
+    for number, (name, part) in enumerate(module._modules.items()):
+        first = made.get(_first(module._modules, name))
+        made[name] = first or graph.stand_in(part, name, number + 1, kinds[name], *how)
+    return probe.clone(module, notes, training, {}, made)
+
+
+def _shapes(module, kinds, inputs):
+    """Shapes of inputs that may fit the parts; of each, one per number of dimensions that the forward must take."""
+    norm = next((part for name, part in module._modules.items() if kinds[name] == "batch_norm"), None)
+    if norm is not None:
+        dims = BATCH_NORMS[type(norm)]
+        yield [((3, 4, 4, 5, 3)[:dims],) * inputs, ((2, 6, 3, 4, 5)[:dims],) * inputs]
+        return
+    maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
+    for width in dict.fromkeys(kind.inputs for kind in maps):
+        lasts = (width, maps[-1].outputs)[:inputs]
+        yield [tuple((*rows, last) for last in lasts) for rows in ((2, 3), (6,), (1, 2, 3))]
+
+
+CASES = tuple(itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16), (False, True)))
+
+
+def _prove(module, notes, kinds, inputs) -> Fused:
+    graphs, why = None, None
+    for shapes in _shapes(module, kinds, inputs):
+        try:
+            graphs = [_traced(module, notes, kinds, training, shapes[0]) for training in (False, True)]
+            break
+        except Refusal as refusal:
+            why = why or refusal
+    if graphs is None:
+        raise why
+    for name, part in notes.parts.items():
+        if part.methods - {"forward"}:
+            raise Refusal(f"its forward calls {', '.join(sorted(part.methods - {'forward'}))} of {name}")
+    like = _rewritten(module, kinds, inputs, graphs)
+    if not like.found and not like.maps and not like.keep:
+        if "batch_norm" not in kinds.values():
+            raise Refusal("it puts its parts together in another way")
+        return like
+    for number, (dtype, training) in enumerate(CASES):
+        clone = _clone(module, notes, kinds, training, dtype)
+        given = [torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3] for shape in shapes[number % len(shapes)]]
+        function = _function(like.sources[training], lambda row: row.by_parts)
+
+        def definition(parts, *given, function=function):
+            vars(parts)["prefer"] = "auto"
+            return function(parts, *given)
+
+        how = {"within": 0.0, "wide": False, "names": ("the input", "the second input")[:inputs]}
+        setting = f"{dtype}, {'training' if training else 'eval'}"
+        check(clone, tuple(x.to(dtype) for x in given), definition, setting, **how)
+    return like
+
+
+def _rewritten(module, kinds, inputs, graphs) -> Fused:
+    in_eval, sites = map(_sites, graphs)
+    held = {name: kind for name, kind in kinds.items() if kind == "identity"}
+    for site in (*in_eval, *sites):
+        held |= site.held() if site.row.whole else {}
+    products = [site for site in sites if site.row.pattern is product]
+    maps, keep = _chains(graphs[1], products)
+    return Fused(
+        inputs=inputs,
+        found=tuple((site.row.pattern.__name__, site.title(), site.f) for site in sites),
+        names=tuple(module._modules),
+        held=tuple(held.items()),
+        maps=tuple(filter(None, maps)),
+        keep=tuple(keep),
+        map=products[0].producer("gate") if products and len(products) == len(sites) else None,
+        dtypes=tuple(
+            name for name, kind in kinds.items() if isinstance(kind, Map) and "batch_norm" not in kinds.values()
+        ),
+        sources=tuple(map(_source, graphs, (in_eval, sites))),
+    )
+
+
+def _sites(of: fx.Graph) -> list[Site]:
+    """The sites of all rows, without one in another, in the order of the graph."""
+    found, taken = [], set()
+    for row in ROWS.values():
+        for root in (node for node in of.nodes if node.op in ("call_function", "call_module")):
+            site = find(row, root)
+            if site is not None and not taken & set(site.inner):
+                found.append(site)
+                taken |= set(site.inner)
+    order = list(of.nodes)
+    return sorted(found, key=lambda site: order.index(site.inner[0]))
+
+
+def _source(of: fx.Graph, sites) -> str:
+    """The graph with the ops of the sites, as the source of a function."""
+    for site in sites:
+        with of.inserting_before(site.inner[0]):
+            given = [site.bound[name] for name in site.row.names]
+            given = [of.get_attr(value) if isinstance(value, str) else value for value in given]
+            op = of.call_function(site.row.stands, (of.get_attr("prefer"), *given, *site.more))
+        site.inner[0].replace_all_uses_with(op)
+        for node in site.inner:
+            of.erase_node(node)
+    for node in list(of.nodes):
+        if node.op == "get_attr" and node.users:
+            min(node.users).prepend(node)  # where it is read
+        elif node.op == "get_attr":
+            of.erase_node(node)
+    return of.python_code("self").src
+
+
+def _chains(of: fx.Graph, products) -> tuple[list[str], list[str]]:
+    """(maps whose results only a product or an activation reads, relus whose results a map keeps)."""
+    maps, keep = [site.producer(name) for site in products for name in ("gate", "up")], []
+    for node in filter(is_map, of.nodes):
+        path = [node]
+        while len(path[-1].users) == 1 and (len(path) == 1 or not is_map(path[-1])):
+            path += path[-1].users
+        act = path[1].meta["kind"] if len(path) > 2 and is_map(path[-1]) else None
+        if isinstance(act, Act) and act.f == "relu" and len(path) == 3:
+            keep.append(path[1].target)
+        elif isinstance(act, Act) and act.f not in (None, "relu") and all(n.op == "call_module" for n in path):
+            maps.append(node.target)
+    return maps, keep
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether the module is one of hfnn's networks, for which torch has no class."""
+    return isinstance(module, (MLP, GatedMLP))
+
+
+def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[str, object]]:
+    """The attributes that `convert` sets on parts of the module, by part; empty if it is no feed-forward network.
+
+    recompute="gemm": the results of the first maps are recomputed in backward. A relu whose result the next map keeps
+    needs neither bits nor a recomputation, because that result is kept.
+    """
+    if is_own(module):
+        if module.activation == "relu" and isinstance(module, MLP):
+            return {}
+        return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
+    like = getattr(type(module), "_hfnn_like", None)
+    like, parts = like if isinstance(like, Fused) else read(module), module._modules
+    if isinstance(like, Fused) and tuple(parts) != like.names:  # changed after it was converted
+        return {}
+    if isinstance(like, Fused) and like.dtypes:
+        recomputed = {parts[name]: {"recompute": recompute == "gemm"} for name in like.maps}
+        return {**recomputed, **{parts[name]: {"keep": "output"} for name in like.keep}}
+    pairs = [*itertools.pairwise(parts.values())] if type(module) is nn.Sequential else []
+    kept = [part for part, after in pairs if isinstance(after, _PRODUCTS) and after.weight.requires_grad]
+    keeping = parts.values() if _has_pair(parts) else kept
+    return {part: {"keep": "output"} for part in keeping if isinstance(part, nn.ReLU)}
+
+
+_PRODUCTS = nn.Linear, nn.modules.conv._ConvNd  # which keep their input
+
+
+def _has_pair(parts) -> bool:
+    """Whether the parts include a map and the map back, as in OPT's layers, which contain a network and more.
+
+    A relu in the same module is probably between them. A guess is enough here, because it only affects memory.
+    """
+    shapes = [(part.in_features, part.out_features) for part in parts.values() if isinstance(part, nn.Linear)]
+    return any(shape[::-1] in shapes and shape[0] < shape[1] for shape in shapes)
