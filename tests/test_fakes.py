@@ -1,6 +1,7 @@
 """Tensors without values: conversion, and the bytes of a step, under FakeTensorMode and on "meta"."""
 
 import contextlib
+import copy
 import itertools
 import types
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfnn
 from hfnn import memory
@@ -33,6 +35,14 @@ def own_classes():
             return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
     return nn.Sequential(Norm(), Gated())
+
+
+class Norms(nn.Sequential):
+    """Modules with parameters and buffers, of each kind that is swapped."""
+
+    def __init__(self):
+        norms = nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.PReLU(8)
+        super().__init__(nn.Embedding(4, 8), nn.Linear(8, 8), *norms, nn.Conv1d(8, 8, 1), nn.LSTM(8, 8), own_classes())
 
 
 # ---- conversion
@@ -83,6 +93,116 @@ def test_ops_without_values_give_the_shapes_of_a_real_call(op):
             args = [change(args[0], first), *(change(x, others) for x in args[1:])]
             found = described(op, args, {name: change(x, others) for name, x in options.items()}, layout)
         assert found == [t if t is None else (*t[:-1], FakeTensor) for t in wanted], (layout, first, others)
+
+
+# ---- recorded graphs
+
+
+def leaves(x):
+    """Fresh leaves in place of the tensors among some values."""
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in x if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("fakes", [False, True], ids=["make_fx's fakes", "fakes"])
+@pytest.mark.parametrize("op", hfnn.ops.CONTRACT, ids=lambda op: op.name)
+def test_a_recorded_graph_computes_torchs_op_and_gradients(op, fakes):
+    """With real values: what was recorded on fakes would read memory that nobody wrote, were it not torch's own ops."""
+    args, options = arguments(op, "contiguous")
+    prefer = {"prefer": options.pop("prefer")} if "prefer" in options else {}
+    values = [*args, *options.values()]
+
+    def step(function, tensors, **extra):
+        given = iter(tensors)
+        given = [next(given) if isinstance(x, torch.Tensor) else x for x in values]
+        y = function(*given[: len(args)], **dict(zip(options, given[len(args) :], strict=True)), **extra)
+        y = y[0] if isinstance(y, tuple) else y
+        inputs = [t for t in given[: len(args)] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        grads = torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
+        return y, *[g for g in grads if g is not None]
+
+    own = lambda *tensors: step(getattr(hfnn.functional, op.name), tensors, **prefer)  # noqa: E731
+    real = leaves(values)
+    if fakes:
+        with FakeTensorMode() as mode:
+            graph = make_fx(own)(*map(mode.from_tensor, real))
+    else:
+        graph = make_fx(own, tracing_mode="fake")(*real)
+    torch.manual_seed(1)
+    found = graph(*real)
+    torch.manual_seed(1)
+    for mine, theirs in zip(found, step(op.torch, real), strict=True):
+        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("way", ["auto", "memory", "gemm"])
+@pytest.mark.parametrize("by", ["make_fx", "export"])
+def test_a_recorded_model_computes_the_stock_models_step(by, way):
+    torch.manual_seed(0)
+    stock = own_classes()
+    model = hfnn.convert(copy.deepcopy(stock), **WAYS[way])
+    x, names = torch.randn(4, 64), [name for name, _ in stock.named_parameters()]
+
+    def step(module, parameters, x):
+        y = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+        return y, *torch.autograd.grad(y.sum(), parameters)
+
+    wanted = step(stock, tuple(stock.parameters()), x)
+    if by == "make_fx":
+        found = make_fx(lambda p, x: step(model, p, x), tracing_mode="fake")(leaves(model.parameters()), x)(
+            leaves(model.parameters()), x
+        )
+    else:
+        recorded = torch.export.export(model, (x,), strict=False).module()
+        y = recorded(x)
+        found = y, *torch.autograd.grad(y.sum(), [recorded.get_parameter(name) for name in names])
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# ---- other dtypes
+
+
+def outcome(call):
+    """The type of the error that a call raises, or what it returns."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("place", ["fake", "fake parameters", "meta"])
+@pytest.mark.parametrize("swap", [False, True], ids=["in place", "swapped"])
+def test_a_converted_model_goes_to_another_dtype_as_a_stock_one(place, swap):
+    """`.to` of fakes and of "meta" gives torch's result, or raises the type of its error, in the mode and outside."""
+
+    def moved(convert, how, inside):
+        with FakeTensorMode() if place.startswith("fake") else contextlib.nullcontext() as mode:
+            with torch.device("meta") if place == "meta" else contextlib.nullcontext():
+                model = Norms()
+            model = faked(model, mode) if place == "fake parameters" else model
+            model = hfnn.convert(model, prefer="memory") if convert else model
+            if inside:
+                error = outcome(lambda: how(model) and None)
+        if not inside:
+            error = outcome(lambda: how(model) and None)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        # After an error, how many tensors were converted depends on what torch's fakes refer to.
+        return error or [(name, t.dtype, t.device, type(t), t.requires_grad, t.stride()) for name, t in tensors]
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for inside in (True, False):
+            for how in (
+                lambda m: m.to(torch.bfloat16),
+                lambda m: m.to("cpu", torch.float16),
+                lambda m: m.to(torch.int32),
+                lambda m: m.to_empty(device="cpu"),
+                lambda m: m.to("meta"),
+            ):
+                assert moved(True, how, inside) == moved(False, how, inside)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 # ---- bytes of a step
