@@ -66,8 +66,8 @@ KINDS = {"_C.cpu": "cpp", "_C.cuda": "cuda", "hfnn.kernels": "triton"}  # kinds 
 def kernel_of(y: torch.Tensor) -> str:
     """The kernel that made y: hfnn's rooms keep it on their autograd node, some with the other call data."""
     module = native.extension and y.grad_fn is not None and native.extension.module(y.grad_fn)
-    if module:
-        return next(kind for part, kind in KINDS.items() if part in module.__name__)
+    if module:  # a described node has the kernel itself
+        return getattr(module, "name", None) or next(kind for part, kind in KINDS.items() if part in module.__name__)
     kernel = getattr(getattr(y.grad_fn, "call", y.grad_fn), "kernel", None)
     return "torch" if kernel is None else kernel.name
 

@@ -12,7 +12,8 @@ import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already load
 from hfnn import data, functional, memory, ops, optim
 from hfnn.adapters import tools
 from hfnn.convert import convert, revert
-from hfnn.core import bits, kernel, recipe
+from hfnn.core import bits, kernel
+from hfnn.core import node as recipe
 from hfnn.core.as_if import as_if
 from hfnn.core.kernel import NoKernel, use
 from hfnn.ops.adaptive_max_pool import AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d

@@ -20,7 +20,7 @@ assert native.extension is None
 torch.manual_seed(0)
 stock = nn.Sequential(
     nn.Linear(32, 64), nn.GLU(), nn.LayerNorm(32), nn.Dropout(0.5), nn.Linear(32, 32), nn.GELU(), nn.RMSNorm(32),
-    nn.BatchNorm1d(32), nn.SiLU(), nn.Linear(32, 8),
+    nn.BatchNorm1d(32), nn.SiLU(), nn.GroupNorm(4, 32), nn.Softplus(), nn.ELU(), nn.Softsign(), nn.Linear(32, 8),
 )
 found, x = [], torch.randn(16, 32)
 for model in (stock, hfnn.convert(copy.deepcopy(stock), prefer="memory")):

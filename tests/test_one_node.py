@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hfnn
 from hfnn import functional
 from hfnn.core import native
-from hfnn.core.function import Function
+from hfnn.core.node import Function
 from hfnn.ops import OPS
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason="hfnn._autograd is not built")

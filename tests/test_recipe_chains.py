@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import native, recipe
+from hfnn.core import native
+from hfnn.core import node as recipe
 
 torch_only = pytest.mark.skipif(native.extension is None, reason="needs the rooms in C++")
 BODIES = {
     "C++": lambda: nn.Sequential(nn.LayerNorm(24), nn.GELU()),
-    "Python": lambda: nn.Sequential(nn.GroupNorm(4, 24), nn.Softsign()),
+    "described": lambda: nn.Sequential(nn.GroupNorm(4, 24), nn.Softsign()),
     "mixed": lambda: nn.Sequential(nn.GroupNorm(4, 24), nn.SiLU(), nn.Dropout(0.1)),
 }
 
@@ -41,7 +42,7 @@ def run(body, length, backward=True):
 
 
 def test_a_chain_deeper_than_the_stack(bodies):
-    """As deep as a C++ stack of 8 MiB allows, or one in Python: forward, backward, and freeing what is left."""
+    """As deep as a stack of 8 MiB allows: forward, backward, and freeing what is left."""
     stock, ours = (body.eval() for body in bodies)
     length = 6000 if type(ours[0]) is hfnn.LayerNorm else 400
     y, dx = run(ours, length)
@@ -86,7 +87,7 @@ def test_a_chain_keeps_one_tensor_per_bound_and_never_more_than_stock(bodies):
 
     ops = len(ours) * 100
     tensors = kept(ours, 100) / (4 * 64 * 24)
-    assert tensors > ops / recipe.LONGEST / 2, "the bound does not act"
+    assert tensors > ops / native.extension.LONGEST / 2, "the bound does not act"
     assert kept(ours, 100) < kept(stock, 100) / 2
 
 
@@ -120,11 +121,11 @@ def test_hooks_of_saved_tensors(bodies):
 
 @torch_only
 def test_rooms_of_both_kinds_count_alike():
-    """A chain that alternates between C++ and Python has the same bound."""
+    """A chain that alternates between nodes in C++ and described ones has the same bound."""
     body = hfnn.convert(nn.Sequential(nn.GELU(), nn.GroupNorm(4, 24)), prefer="memory")
     y, taken = torch.randn(3, 24, requires_grad=True) * 1, []
-    for _ in range(recipe.LONGEST):
+    for _ in range(native.extension.LONGEST):
         for module in body:
             y = module(y)
             taken.append(recipe.carries(y))
-    assert taken == [i % (recipe.LONGEST + 1) != recipe.LONGEST for i in range(len(taken))]
+    assert taken == [i % (native.extension.LONGEST + 1) != native.extension.LONGEST for i in range(len(taken))]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.ops import rope
 
 ROWS, WIDTH = 64, 32

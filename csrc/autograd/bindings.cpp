@@ -16,7 +16,7 @@ bool resharded = false;  // set by haiscale.fsdp
 
 PyObject* is_capturing = nullptr;
 
-// What a consumer in Python keeps of a C++ room.
+// What a Function in Python keeps of the room that made its input.
 class Token {
  public:
   static py::object take(const Tensor& x) {
@@ -33,14 +33,6 @@ class Token {
     py::gil_scoped_release no_gil;
     return wanted ? kept_.get(*wanted) : kept_.get();
   }
-  Tensor get(py::object dtype, bool last) {
-    std::optional<ScalarType> wanted;
-    if (!dtype.is_none()) wanted = scalar_type(dtype.ptr());
-    py::gil_scoped_release no_gil;
-    return wanted ? kept_.part(*wanted, last) : kept_.part(last);
-  }
-  bool holds() const { return kept_.intact(); }
-  int steps() const { return kept_.steps(); }
   void release() {
     py::gil_scoped_release no_gil;
     kept_.release();
@@ -105,13 +97,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_linear(m);
   bind_conv(m);
   bind_joint(m);
+  bind_described(m);
   bind_triton(m);
   bind_written(m);
   py::class_<Token>(m, "Token")
       .def("tensor", &Token::tensor, py::arg("dtype") = py::none())
-      .def("get", &Token::get)
-      .def("holds", &Token::holds)
-      .def_property_readonly("steps", &Token::steps)
       .def("release", &Token::release);
   m.def("take", &Token::take, "A token of x's room, or None.");
   m.def("carries", [](const Tensor& x) {
@@ -139,11 +129,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       "The tensors that a node keeps and that no hook packed.");
   // Python functions for rare cases, torch's query for graph capture, and the class of fake tensors.
-  m.def("connect", [](py::object take, py::object batched, py::object capturing, py::object whole, py::object watched,
-                      py::object fake) {
+  m.def("connect", [](py::object batched, py::object capturing, py::object whole, py::object watched, py::object fake) {
     python().watched = watched.release().ptr();
     python().fake = reinterpret_cast<PyTypeObject*>(fake.release().ptr());
-    python().take = take.release().ptr();
     python().keeps_whole = whole.release().ptr();
     python().batched = batched.release().ptr();
     is_capturing = capturing.release().ptr();
@@ -155,7 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         Room* of = node_of(node);
         return of && of->module ? py::reinterpret_borrow<py::object>(of->module) : py::object(py::none());
       },
-      "The module of the kernel that made the output of a room's node, or None.");
+      "The kernel that made the output of a room's node, or its module; or None.");
   m.def("profiles_flops", profiles_flops, "Whether a profiler counts the FLOPs of this thread's ops.");
   m.def("record", at::enableRecordFunction, "Whether profilers see the ops of this thread.");
   m.def("force", [](int kind) { forced = kind; });
@@ -166,10 +154,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #ifdef HFNN_FAULTS
   m.def("plant", [](int fault) { planted = fault; }, "For tests: the number of a defect of nodes, 0 for none.");
 #endif
-  m.def("set_recipes", [](bool on) { state().recipes = on; });
+  m.def("set_recipes", [](bool on) { return state().recipes.exchange(on); }, "Returns what it was.");
+  m.attr("LONGEST") = kLongest;
   m.def("set_wide_on_cpu", [](bool on) { state().wide_on_cpu = on; });
   m.def("set_resharded", [](bool on) { resharded = on; });
-  m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load()); });
+  m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load(), state().alive.load()); });
   m.def("reset_counts", [] { state().taken = state().rebuilt = 0; });
 }
 

@@ -70,22 +70,13 @@ Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._
 bool Kept::take(const Tensor& x) {
   auto* meta = graph_of(x);
   if (!meta || !state().recipes) return false;
-  Node* node = meta->grad_fn_.get();
-  if (auto* room = dynamic_cast<Room*>(node)) {
-    if (meta->output_nr_ != 0 || !room->gives(x)) return false;
-    producer_ = room;
-    steps_ = producer_->steps_;
-    ++room->tokens_;
-    ++state().taken;
-  } else if (in_python(*node)) {
-    auto token = THPObjectPtr(PyObject_CallOneArg(python().take, py::cast(x).ptr()));
-    if (!token) throw python_error();
-    if (token.get() == Py_None) return false;
-    steps_ = py::cast<int>(py::handle(token.get()).attr("steps"));
-    token_.emplace(token.release(), getPyInterpreter());
-  } else {
-    return false;
-  }
+  auto* room = dynamic_cast<Room*>(meta->grad_fn_.get());
+  if (!room || meta->output_nr_ != 0 || !room->gives(x)) return false;
+  producer_ = room;
+  steps_ = producer_->steps_;
+  ++room->tokens_;
+  ++state().taken;
+  ++state().alive;
   defined_ = source_ = true;
   dtype_ = x.scalar_type();
   mark_ = Mark(x);
@@ -96,7 +87,7 @@ bool Kept::takes(const Tensor& x) {
   auto* meta = graph_of(x);
   if (!meta) return false;
   auto* room = dynamic_cast<Room*>(meta->grad_fn_.get());
-  return room ? room->carries_ : in_python(*meta->grad_fn_);
+  return room && room->carries_;
 }
 
 void keeps_whole(const Tensor& x) {
@@ -113,7 +104,8 @@ void Kept::save(const Tensor& x, bool source) {
   dtype_ = x.scalar_type();
   if (!x.is_inference()) mark_ = Mark(x);
   source_ = (source || x.requires_grad()) && !x.is_inference();
-  saved_ = ag::SavedVariable(x, false);
+  saved_ = ag::SavedVariable(fault(kCutOff) ? x.detach().requires_grad_(x.requires_grad()) : x, false);
+  if (fault(kKeptForEver)) (new variable_list)->push_back(x);
   hooked_ = saved_.has_hooks();
   if (hooked_ || is_fake(x)) return;
   impl_ = x.unsafeGetTensorImpl();
@@ -203,14 +195,6 @@ struct Batch {
 thread_local Batch* Batch::now = nullptr;
 }  // namespace
 
-Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> last) {
-  AboveAutograd above;
-  pybind11::gil_scoped_acquire gil;
-  py::handle token(token_->ptr(getPyInterpreter()));
-  auto wanted = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
-  return py::cast<Tensor>(last ? token.attr(method)(wanted, *last) : token.attr(method)(wanted));
-}
-
 bool Kept::checked(ScalarType dtype) const {
   if (!producer_) return false;
   TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
@@ -236,7 +220,6 @@ Tensor Kept::found(ScalarType dtype) {
     return held_;
   }
   if (!taken()) return unpack();
-  if (token_) return of_token("tensor", dtype, std::nullopt);
   checked(dtype);
   return producer_->rebuild(*this, dtype, true);
 }
@@ -244,7 +227,6 @@ Tensor Kept::found(ScalarType dtype) {
 Tensor Kept::part(ScalarType dtype, bool last) {
   if (fault(kFirstSource) && producer_) return producer_->kept().front().part(last);
   if (!defined_ || released_ || !taken()) return get(dtype);
-  if (token_) return of_token("get", dtype, last);
   return producer_->rebuild(*this, dtype, last);
 }
 
@@ -252,6 +234,7 @@ void Kept::release() {
   if (producer_) {
     Room* room = producer_;
     producer_ = nullptr;
+    --state().alive;
     Tensor shared, left;
     std::lock_guard<std::mutex> lock(room->sharing_);
     if (served_in_ >= 0 && served_in_ == room->task_) --room->served_;
@@ -259,14 +242,6 @@ void Kept::release() {
       std::swap(shared, room->shared_);
       std::swap(left, room->left_);
     }
-  }
-  if (token_) {
-    pybind11::gil_scoped_acquire gil;
-    py::error_scope raised;  // an exception may be in flight
-    py::object done =
-        py::reinterpret_steal<py::object>(PyObject_CallMethod(token_->ptr(getPyInterpreter()), "release", nullptr));
-    if (!done) PyErr_Clear();
-    token_.reset();
   }
   saved_.reset_data();
   held_.reset();

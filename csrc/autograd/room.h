@@ -1,8 +1,9 @@
 // Autograd nodes that are their own recipes.
 //
-// A room is a node with one output y. It can rebuild y, bit for bit, from what it keeps for its own backward. A
-// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does
-// the same for nodes in Python; a chain may mix both.
+// In eager mode a producer keeps its input and its consumer keeps the producer's output. So a cheap op between two
+// matrix products costs a full tensor. A room is a node with one output y. It can rebuild y, bit for bit, from what it
+// keeps for its own backward. A consumer that would save y keeps its producer's node instead, and asks it for y in
+// backward. Consumers share the result; the last one, or the end of the backward, frees it.
 #pragma once
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/autograd/edge.h>
@@ -51,7 +52,7 @@ struct Mark {
 [[noreturn]] void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes,
                                    const torch::autograd::Edge& made_by, const Mark& mark);
 
-// Nodes that building a tensor may run, at most; as LONGEST of recipe.py. A result that would take more is
+// Nodes that building a tensor may run, at most. A result that would take more is
 // kept, as torch keeps it: so a check or a build of a recipe takes bounded time and stack, however long a chain of
 // cheap ops is.
 constexpr int kLongest = 16;
@@ -100,7 +101,7 @@ class Kept {
   Tensor stored() const;
   // What hooks of saved tensors packed it into.
   std::optional<PyObject*> packed() const;
-  bool taken() const { return producer_ || token_; }
+  bool taken() const { return producer_; }
   bool held() const { return held_.defined(); }
   // How many nodes run to build it: 0 if it was saved.
   int steps() const { return steps_; }
@@ -114,14 +115,12 @@ class Kept {
   Tensor unpack();
   void forget();
   Tensor found(ScalarType dtype);
-  Tensor of_token(const char* method, ScalarType dtype, std::optional<bool> last);
 
   torch::autograd::SavedVariable saved_;
   Tensor held_;
   Room* producer_ = nullptr;
-  std::optional<c10::SafePyObject> token_;  // of a producer in Python
-  Mark mark_, original_;                    // original_: of the tensor that was copied
-  const c10::TensorImpl* impl_ = nullptr;   // the saved tensor, whose memory `x.data = ...` may exchange
+  Mark mark_, original_;                   // original_: of the tensor that was copied
+  const c10::TensorImpl* impl_ = nullptr;  // the saved tensor, whose memory `x.data = ...` may exchange
   const void* data_ = nullptr;
   Tensor unpacked_;  // made by hooks, which run once per backward
   int unpacked_in_ = -1, served_in_ = -1, steps_ = 0;
@@ -131,7 +130,7 @@ class Kept {
 
 class Room : public Node {
  public:
-  PyObject* module = nullptr;  // of the kernel that ran, for reports
+  PyObject* module = nullptr;  // of the kernel that ran, or the kernel, for reports
   ~Room() override = default;
 
   // Rebuilds y, in its own dtype or as cast to `dtype`. Runs below autograd.
@@ -215,6 +214,11 @@ enum Fault {
   kMemoryKept,
   kGraphCleared,
   kFlagsTurned,
+  kKeptBeside,
+  kCutOff,
+  kKeptForEver,
+  kWrongCopy,
+  kGradientLost,
   kFaults
 };
 #ifdef HFNN_FAULTS
@@ -227,8 +231,8 @@ constexpr bool fault(Fault) { return false; }
 // Switches and counters for tests and reports.
 struct State {
   std::atomic<bool> recipes{true};
-  std::atomic<bool> wide_on_cpu{false};  // for tests: wide gradients as on a GPU
-  std::atomic<int64_t> taken{0}, rebuilt{0};
+  std::atomic<bool> wide_on_cpu{false};                 // for tests: wide gradients as on a GPU
+  std::atomic<int64_t> taken{0}, rebuilt{0}, alive{0};  // alive: tensors that consumers did not keep
 };
 State& state();
 
@@ -245,9 +249,9 @@ inline torch::autograd::AutogradMeta* graph_of(const Tensor& x) {
 // A consumer keeps x as it is. If the node that made x keeps bits of it, it no longer needs them (hfnn/core/bits.py).
 void keeps_whole(const Tensor& x);
 
-// Python functions for rare cases; see hfnn/core/native.py.
+// Python functions for rare cases; see hfnn/core/node.py.
 struct Python {
-  PyObject *take = nullptr, *batched = nullptr, *keeps_whole = nullptr, *watched = nullptr;
+  PyObject *batched = nullptr, *keeps_whole = nullptr, *watched = nullptr;
   PyTypeObject* fake = nullptr;  // FakeTensor
   PyObject* watch = nullptr;     // for tests: called with what is built
 };

@@ -21,7 +21,7 @@ inline bool is_source(PyObject* weight) { return is_parameter(weight) || in_chec
 // resharded is copied, because a consumer may rebuild y when the parameter's memory is gone.
 inline void keep_parameter(Kept& kept, const Tensor& p, bool parameter, void (Kept::*keep)(const Tensor&, bool)) {
   const bool copies = p.defined() && parameter && sharded_parameters();
-  (kept.*keep)(copies ? p.clone() : p, parameter);
+  (kept.*keep)(copies ? fault(kWrongCopy) ? p.mul(1.01) : p.clone() : p, parameter);
   if (copies) kept.copy_of(p);
 }
 
@@ -82,5 +82,6 @@ void bind_dropout(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_conv(py::module_& m);
 void bind_joint(py::module_& m);
+void bind_described(py::module_& m);
 
 }  // namespace hfnn::node

@@ -23,7 +23,7 @@ from haiscale.fsdp.reduce import Reductions, bytes_needed
 from haiscale.fsdp.unit import Unit, is_fake
 from haiscale.fsdp.units import find_units
 from haiscale.mesh import hfreduce_takes_cuda, sibling
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 
 
 class FSDP(nn.Module):

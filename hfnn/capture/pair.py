@@ -26,7 +26,7 @@ from hfnn.capture.outputs import Outputs, Unfit, storage
 from hfnn.capture.watch import Snapshot, autocast_as, autocast_state
 from hfnn.core import parts
 from hfnn.core.ask import answered
-from hfnn.core.function import Function
+from hfnn.core.node import Function
 
 HELD = "gradients of an earlier call are held by something else than .grad"
 TRIES = 9  # recordings until the answers match the call: each trial finds one more

@@ -9,11 +9,10 @@ import math
 import torch
 
 from hfnn.core.context import PLAIN, address, context
-from hfnn.core.function import written_to
 from hfnn.core.kernel import Kernel, Op
+from hfnn.core.written import written_to
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
 WIDTHS = (1, 2, 4, 5, 8)  # bits per code
 
@@ -118,7 +117,7 @@ def _unpack_by_torch(packed, count, width):
 
 class OfOutput:
     """The bits that a node keeps of its output. Once a consumer keeps the output itself, so does the node, as in torch,
-    and the bits are freed. It is the node's `recipe` (hfnn/core/function.py).
+    and the bits are freed. It is the node's `recipe` (hfnn/core/node.py).
     """
 
     __slots__ = ("_bits", "_look", "_y")
@@ -137,10 +136,8 @@ class OfOutput:
             raise written_to(self._y, self._look[0])
         return self._y
 
-    def finish(self, node) -> None:
-        """Ends the node's own backward."""
-        if not _retained():
-            self._bits = self._y = None
+    def release(self) -> None:
+        self._bits = self._y = None
 
 
 def of_output(packed: torch.Tensor, y: torch.Tensor) -> OfOutput | None:

@@ -15,6 +15,14 @@ _TEXT = "modified by an inplace operation"
 _VIEWS = ("ToCopyBackward0", "ViewBackward0", "TBackward0", "AliasBackward0", "TransposeBackward0")
 
 
+def written_to(x: torch.Tensor, version: int) -> RuntimeError:
+    """torch's error for a saved tensor that was written to since it had this version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {[*x.shape]}] is at version {x._version}; expected version {version} instead."
+    )
+
+
 def explained(node, text: str) -> str:
     """`text`, an error that the backward of a node raised; with an explanation if it is about a write."""
     if _TEXT not in text or "hfnn" in text:

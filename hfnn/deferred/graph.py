@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn.core import flops
 from hfnn.core.context import context, uncompiled
-from hfnn.core.function import Function
+from hfnn.core.node import Function
 from hfnn.deferred.recorded import METADATA, name_of
 
 # Whether the graph is retained for another backward after the running one.

@@ -18,8 +18,8 @@ from torch import nn
 from hfnn.capture import captured
 from hfnn.convert import convert, revert
 from hfnn.core import parts
-from hfnn.core.counter import counter
 from hfnn.core.kernel import PREFERENCES
+from hfnn.core.node import counter
 from hfnn.core.options import one_of
 from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, unpack
 from hfnn.patterns.subclass import is_converted

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import bits
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op
+from hfnn.core.node import Function
 from hfnn.ops import max_pool
 from hfnn.ops.avg_pool import Keeps, sizes_of, takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core.context import autocasting, compiling, context, is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import PREFERENCES, WORTH_ELEMENTS, Op, forced
+from hfnn.core.node import Function
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 aten = torch.ops.aten

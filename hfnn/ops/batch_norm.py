@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from hfnn.core import bits, native
 from hfnn.core.context import compiling, is_plain
-from hfnn.core.function import double_backward
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import double_backward
 from hfnn.ops import piecewise, smooth
 from hfnn.ops.flat import flat
 from hfnn.ops.layout import LAST

@@ -3,7 +3,7 @@
     y[n, o] = b[o] + sum of w[o, c] * x[n, c] over the channels c of o's group          (*: w slides over x)
 
 torch's own kernels run in both directions, on the operands and in the layouts that torch uses. So results and gradients
-are bitwise equal to torch's. Only what is kept for backward differs. If the input has a recipe (hfnn/core/recipe.py),
+are bitwise equal to torch's. Only what is kept for backward differs. If the input has a recipe (hfnn/core/node.py),
 its sources are kept instead. If the weight is frozen, nothing of the input is kept, because torch's backward then reads
 only its sizes and strides. Under autocast, the weight's cast is made again in backward instead of kept.
 

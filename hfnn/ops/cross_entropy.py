@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import _reduction
 
 from hfnn.core.context import is_plain
-from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
+from hfnn.core.node import Function, double_backward
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import like
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core.context import compiling, context, is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
+from hfnn.core.node import Function
 
 _embedding_of_torch = nn.functional.embedding
 

@@ -8,7 +8,7 @@ comes from a separate node before the Function (`link_before`).
 
 import torch
 
-from hfnn.core.function import Function
+from hfnn.core.node import Function
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from hfnn.core import native
 from hfnn.core.context import compiling, is_plain
-from hfnn.core.function import double_backward
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import double_backward
 from hfnn.ops import smooth, table
 from hfnn.ops.table import BENCH
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfnn.core import recipe
 from hfnn.core.context import autocasting, on_gpu
-from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
+from hfnn.core.node import below, described, double_backward, select
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, ambiguous, suggested
@@ -113,9 +112,9 @@ def _partials(kernel, x, groups, last):
     return torch.empty(count, dtype=statistics_dtype(x), device=x.device)
 
 
-def _compute(x, weight, bias, how, layout, last, out_dtype, kernel):
+def _compute(x, weight, bias, how):
     """(y, mean_NG, rstd_NG)"""
-    groups, eps, kind, slope = how
+    kernel, groups, eps, kind, slope, layout, last, out_dtype, _ = how
     x, x_NCS = _dense(x, layout, last)
     y = torch.empty_like(x, dtype=out_dtype, memory_format=layout)
     mean, rstd = (torch.empty(x.shape[0], groups, dtype=statistics_dtype(x), device=x.device) for _ in range(2))
@@ -126,57 +125,41 @@ def _compute(x, weight, bias, how, layout, last, out_dtype, kernel):
     return y, mean, rstd
 
 
-class _GroupNorm(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, how, layout, last, out_dtype, kernel):
-        ctx.set_materialize_grads(False)
-        y, mean, rstd = _compute(x, weight, bias, how, layout, last, out_dtype, kernel)
-        # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
-        late = None if bias is None or how[2] else recipe.Unread(bias)
-        recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd))
-        ctx.how, ctx.layout, ctx.last, ctx.kernel = how, layout, last, kernel
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return recipe.carry(ctx, y, _rebuild(how, layout, last, out_dtype, kernel, late is not None), token=late)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, mean, rstd = recipe.saved(ctx)
-        needs, kernel, last = ctx.needs_input_grad[:3], ctx.kernel, ctx.last
-        groups, _, kind, slope = ctx.how
-        if torch.is_grad_enabled():
-            if bias is None and ctx.bias_dtype is not None:  # any value will do if forward did not keep it
-                bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype)
-            return *double_backward(_formula(ctx.how, dy.dtype), (x, weight, bias), needs, dy), *(None,) * 5
-        (x, x_NCS), (dy, dy_NCS) = (_dense(t, ctx.layout, last) for t in (x, dy))
-        dx = torch.empty_like(x, memory_format=ctx.layout) if needs[0] else None
-        dweight = torch.empty_like(weight) if needs[1] else None
-        dbias = x.new_empty(x.shape[1], dtype=ctx.bias_dtype) if needs[2] else None
-        kernel.backward(
-            dy_NCS, x_NCS, weight, bias, mean, rstd, _seen(dx, last), dweight, dbias,
-            _partials(kernel, x, groups, last), kind, slope, last, kernel.queue(x),
-        )  # fmt: skip
-        return dx, dweight, dbias, *(None,) * 5
+def _gradients(dy, needs, how, x, weight, bias, mean, rstd):
+    kernel, groups, _, kind, slope, layout, last, _, bias_dtype = how
+    (x, x_NCS), (dy, dy_NCS) = (_dense(t, layout, last) for t in (x, dy))
+    dx = torch.empty_like(x, memory_format=layout) if needs[0] else None
+    dweight = torch.empty_like(weight) if needs[1] else None
+    dbias = x.new_empty(x.shape[1], dtype=bias_dtype) if needs[2] else None
+    kernel.backward(
+        dy_NCS, x_NCS, weight, bias, mean, rstd, _seen(dx, last), dweight, dbias,
+        _partials(kernel, x, groups, last), kind, slope, last, kernel.queue(x),
+    )  # fmt: skip
+    return dx, dweight, dbias
 
 
-def _rebuild(how, layout, last, out_dtype, kernel, late):
-    """A function that makes y from the saved tensors. late: the bias comes before them, not among them."""
-
-    def build(*tensors):
-        first, x, weight, bias, mean, rstd = tensors if late else (None, *tensors)
-        bias = first if late else bias
-        if torch.is_grad_enabled():
-            return _formula(how, out_dtype)(x, weight, bias)
-        x, x_NCS = _dense(x, layout, last)
-        y = torch.empty_like(x, dtype=out_dtype, memory_format=layout)
-        kernel.rebuild(x_NCS, weight, bias, _seen(y, last), mean, rstd, *how[2:], last, kernel.queue(x))
-        return y
-
-    return build
+def _second(dy, needs, how, x, weight, bias, mean, rstd):
+    _, groups, eps, kind, slope, *_, bias_dtype = how
+    if bias is None and bias_dtype is not None:  # any value will do if backward does not read it
+        bias = x.new_zeros(x.shape[1], dtype=bias_dtype)
+    return double_backward(_formula(groups, eps, kind, slope, dy.dtype), (x, weight, bias), needs, dy)
 
 
-def _formula(how, out_dtype):
+def _build(how, x, weight, bias, mean, rstd):
+    kernel, _, _, kind, slope, layout, last, out_dtype, _ = how
+    x, x_NCS = _dense(x, layout, last)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=layout)
+    kernel.rebuild(x_NCS, weight, bias, _seen(y, last), mean, rstd, kind, slope, last, kernel.queue(x))
+    return y
+
+
+# Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
+_NODE = described("_GroupNorm", "xxhcc", _build, _gradients, _second)
+_ACT_NODE = described("_GroupNorm", "xxxcc", _build, _gradients, _second)
+
+
+def _formula(groups, eps, kind, slope, out_dtype):
     """torch's own ops in the widest dtype at hand, returning what the kernel returned."""
-    groups, eps, kind, slope = how
 
     def formula(x, weight, bias):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -216,7 +199,7 @@ def _slower(size, kind) -> bool:
 
 def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     """The result by a kernel, or None if torch's own ops must run."""
-    kernel = None if op.passes(x, prefer) else op.select(x, weight, bias, prefer=prefer)
+    kernel = None if op.passes(x, prefer) else select(op, x, weight, bias, prefer=prefer)
     if kernel is None or not _fits(x, groups, weight, bias, eps):
         return None
     size = x.numel() // (x.shape[0] * x.shape[1])
@@ -232,8 +215,10 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
         return None  # the former in the interpreter
     last = last or (kernel.name == "cpp" and size == 1)
-    args = x, weight, bias, (groups, eps, kind, slope), layout, last, op.out_dtype(x), kernel
-    return _GroupNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
+    bias_dtype = None if bias is None else bias.dtype
+    how = kernel, groups, eps, kind, slope, layout, last, op.out_dtype(x), bias_dtype
+    y, mean, rstd = below(_compute, x, weight, bias, how)
+    return (_ACT_NODE if kind else _NODE)(y, how, x, weight, bias, mean, rstd)
 
 
 def group_norm(

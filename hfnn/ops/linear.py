@@ -3,7 +3,7 @@
     y = x W^T + b    (`Linear`)          y = x W + b    (`Conv1D` of transformers)
 
 The products are torch's own, on the operands and in the layouts that torch uses. Only what is kept for backward
-differs: if the input has a recipe (hfnn/core/recipe.py), its sources are kept instead. Under autocast the input is cast
+differs: if the input has a recipe (hfnn/core/node.py), its sources are kept instead. Under autocast the input is cast
 once for all consumers, and the weight's cast is made again instead of kept. With recompute=True the output has a
 recipe, too: its consumers keep nothing, and the product runs again in backward.
 

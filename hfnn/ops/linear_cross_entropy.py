@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core.ask import ask, may_ask
-from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op
+from hfnn.core.node import Function, double_backward
 from hfnn.ops import cross_entropy as logits_room
 from hfnn.ops import head
 from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of

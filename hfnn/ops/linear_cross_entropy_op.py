@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.core.function import double_backward
+from hfnn.core.node import double_backward
 from hfnn.ops import linear_cross_entropy as room
 from hfnn.ops.head import no_autocast
 

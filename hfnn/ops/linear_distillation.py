@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from hfnn.core import flops
 from hfnn.core.context import autocasting, context
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import flops
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import cross_entropy, head
 
 

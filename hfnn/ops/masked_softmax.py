@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hfnn.core.context import autocasting, is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import FLOATS, Op, kernels
+from hfnn.core.node import Function
 
 INF = float("inf")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.context import on_gpu
-from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
+from hfnn.core.node import Function
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import ambiguous
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import _reduction
 
 from hfnn.core.context import autocasting, compiling, context
-from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced
+from hfnn.core.node import Function, double_backward
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

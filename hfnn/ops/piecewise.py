@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core import bits
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, result_strides

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core.context import is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core import bits
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import ambiguous, laid

@@ -11,9 +11,8 @@ One pass, which keeps its inputs and one number per head. A consumer that would 
 import torch
 from torch import Tensor
 
-from hfnn.core import recipe
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import below, described, double_backward
 from hfnn.ops import rms_norm, rope
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.rope import check_layout, choose, columns_dense, heads_first, result, rows_index, table
@@ -105,92 +104,60 @@ def _tables(cos, sin, position_ids):
     return table(cos), table(sin), rows_index(position_ids)
 
 
-class _QkNormRope(Function):
-    @staticmethod
-    def forward(ctx, query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how, kernel):
-        ctx.set_materialize_grads(False)
-        weights, tables = (query_weight, key_weight), (cos, sin, position_ids)
-        *both, q_rstd, k_rstd = _compute(query, key, weights, tables, eps, offset, how, kernel, True)
-        recipe.save(ctx, query, key, *weights, made=(*tables, q_rstd, k_rstd))
-        ctx.options = eps, offset, how, kernel
-        for number, y in enumerate(both):
-            if y is not None:
-                recipe.carry(ctx, y, _build(number, y.stride(), *ctx.options), number)
-        return tuple(both)
-
-    @staticmethod
-    def backward(ctx, dquery, dkey):
-        query, key, query_weight, key_weight, cos, sin, position_ids, q_rstd, k_rstd = recipe.saved(ctx)
-        inputs, tables = (query, key, query_weight, key_weight), (cos, sin, position_ids)
-        of_query, of_key = dquery is not None, dkey is not None
-        needs = [a and b for a, b in zip(ctx.needs_input_grad, (of_query, of_key) * 2, strict=False)]
-        dquery = torch.zeros_like(query, dtype=dkey.dtype) if dquery is None else dquery
-        dkey = torch.zeros_like(key, dtype=dquery.dtype) if dkey is None and key is not None else dkey
-        gradients = _differentiable if torch.is_grad_enabled() else _gradients
-        return *gradients(dquery, dkey, inputs, tables, (q_rstd, k_rstd), needs, *ctx.options), *(None,) * 7
+# A node for each of the two results.
 
 
-def _gradients(dquery, dkey, inputs, tables, rstd, needs, eps, offset, how, kernel):
-    query, key, *weights = inputs
-    given = tuple(columns_dense(x) for x in (dquery, dkey, query, key))
-    dx = [result(x, query.dtype) for x in given[2:]]
-    dweights, partials = [None, None], None
-    if needs[2] or needs[3]:
-        dweights = [None if x is None else torch.empty_like(x) for x in weights]
-        columns = query.shape[-1]
-        planes = 2, kernel.partials(rstd[0].shape[0], rstd[0].shape[1], columns), columns
-        partials = torch.empty(planes, dtype=rstd[0].dtype, device=query.device)
-    seen, dseen = (tuple(heads_first(x, how) for x in some) for some in (given, dx))
+def _build(given, x, weight, cos, sin, position_ids, rstd):
+    kernel, _, offset, how, strides = given
+    x = columns_dense(x)
+    y = result(x, how.out, strides)
     options = offset, how.rotary, how.interleaved
+    seen, to = heads_first(x, how), heads_first(y, how)
+    kernel.rebuild(seen, weight, rstd, *_tables(cos, sin, position_ids), to, *options, kernel.queue(x))
+    return y
+
+
+def _gradients(dy, needs, given, x, weight, cos, sin, position_ids, rstd):
+    kernel, _, offset, how, _ = given
+    dtype, dy, x = x.dtype, columns_dense(dy), columns_dense(x)
+    dx, dweight, partials = result(x, dtype), None, None
+    if needs[1]:
+        dweight, columns = torch.empty_like(weight), x.shape[-1]
+        planes = 2, kernel.partials(rstd.shape[0], rstd.shape[1], columns), columns
+        partials = torch.empty(planes, dtype=rstd.dtype, device=x.device)
+    dy, x, to = (heads_first(t, how) for t in (dy, x, dx))
     kernel.backward(
-        *seen, *weights, *rstd, *_tables(*tables), *dseen, *dweights, partials, *options, kernel.queue(query)
+        dy, None, x, None, weight, None, rstd, None, *_tables(cos, sin, position_ids), to, None, dweight, None,
+        partials, offset, how.rotary, how.interleaved, kernel.queue(x),
     )  # fmt: skip
-    return tuple(grad if need else None for grad, need in zip((*dx, *dweights), needs, strict=True))
+    return dx, dweight
 
 
-def _differentiable(dquery, dkey, inputs, tables, rstd, needs, *options):
-    """Gradients that can be differentiated again."""
-    with torch.enable_grad():
-        results = _formula(*inputs, *tables, *options[:3])
-        results, dy = zip(*((y, d) for y, d in zip(results, (dquery, dkey), strict=True) if y is not None), strict=True)
-        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(results, wanted, dy, create_graph=True))
-    return tuple(next(grads) if need else None for need in needs)
-
-
-def _formula(query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how):
-    """The definition in the widest dtype at hand, returning what the kernel returned."""
-    given = (query, key, query_weight, key_weight, cos, sin)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    options = {"weight_offset": offset, "position_ids": position_ids}
-    layout = "bshd" if how.tokens_first else "bhsd"
+def _second(dy, needs, given, x, weight, cos, sin, position_ids, rstd):
+    """By the definition in the widest dtype at hand, returning what the kernel returned."""
+    _, eps, offset, how, _ = given
+    wide, layout = torch.promote_types(x.dtype, torch.float32), "bshd" if how.tokens_first else "bhsd"
     turn = {"rotary_dim": how.rotary, "interleaved": how.interleaved, "layout": layout}
-    both = reference(*(None if x is None else x.to(wide) for x in given), eps, **options, **turn)
-    return tuple(None if y is None else y.to(how.out) for y in both)
+    options = {"weight_offset": offset, "position_ids": position_ids, **turn}
+
+    def formula(x, weight):
+        x, weight, *angles = (t.to(wide) for t in (x, weight, cos, sin))
+        return reference(x, None, weight, None, *angles, eps, **options)[0].to(how.out)
+
+    return double_backward(formula, (x, weight), needs, dy)
 
 
-def _build(number, strides, eps, offset, how, kernel):
-    """The result for query (0) or key (1), in the order of `strides`: in backward."""
-
-    def build(*kept):
-        x, weight, rstd = kept[number], kept[2 + number], kept[7 + number]
-        cos, sin, position_ids = kept[4:7]
-        if torch.is_grad_enabled():
-            return _formula(x, None, weight, None, cos, sin, position_ids, eps, offset, how)[0]
-        x = columns_dense(x)
-        y = result(x, how.out, strides)
-        options = offset, how.rotary, how.interleaved
-        seen, to = heads_first(x, how), heads_first(y, how)
-        kernel.rebuild(seen, weight, rstd, *_tables(cos, sin, position_ids), to, *options, kernel.queue(x))
-        return y
-
-    return build
+_NODE = described("_QkNormRope", "xxcccc", _build, _gradients, _second)
 
 
-def _run(query, key, weights, tables, *options):
-    if torch.is_grad_enabled():
-        return _QkNormRope.apply(query, key, *weights, *tables, *options)
-    return _compute(query, key, weights, tables, *options, False)[:2]
+def _run(query, key, weights, tables, eps, offset, how, kernel):
+    keep = torch.is_grad_enabled()
+    *both, q_rstd, k_rstd = below(_compute, query, key, weights, tables, eps, offset, how, kernel, keep)
+    given = zip((query, key), weights, both, (q_rstd, k_rstd), strict=True)
+    return tuple(
+        None if x is None else _NODE(y, (kernel, eps, offset, how, y.stride()), x, weight, *tables, rstd)
+        for x, weight, y, rstd in given
+    )
 
 
 def _weights_fit(query, key, *weights):

@@ -9,8 +9,8 @@ the next layer keeps anyway; torch also keeps relu's result and a mask. The rand
 import torch
 from torch import Tensor, nn
 
-from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
 from hfnn.ops.layout import _dense, in_order, like

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.function import double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
+from hfnn.core.node import double_backward
 
 
 def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hfnn.core import bits, flops, recipe
+from hfnn.core import bits, flops
 from hfnn.core.context import autocasting, compiling, context
-from hfnn.core.function import Function, double_backward, wanted
 from hfnn.core.kernel import Op, forced, log_once
+from hfnn.core.node import Function, double_backward, take, wanted
 
 CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 _CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
@@ -99,7 +99,8 @@ class _RNN(Function):
             y[part] = layer.seen(y_part)
             between.append(now)
         bounds = [torch.cat(each) for each in zip(*between[:-1], strict=True)]
-        recipe.save(ctx, x, *weights, made=(*states, *bounds))
+        ctx.recipe = take(x)
+        ctx.save_for_backward(x if ctx.recipe is None else None, *weights, *states, *bounds)
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.counts = layer, (len(weights), count)
         return (y, *now)
@@ -108,7 +109,8 @@ class _RNN(Function):
     def backward(ctx, *grads):
         layer, (weights, count) = ctx.layer, ctx.counts
         try:
-            x, *rest = recipe.saved(ctx)
+            x, *rest = ctx.saved_tensors
+            x = x if ctx.recipe is None else ctx.recipe.tensor()
         except RuntimeError as error:
             raise _explained(error) from None
         weights, states, bounds = rest[:weights], rest[weights : weights + count], rest[weights + count :]

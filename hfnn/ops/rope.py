@@ -15,24 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hfnn.core import recipe
 from hfnn.core.context import is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import below, described, select
 from hfnn.ops.layout import broadcast_strides, like
 
 _HEADS = {"bhsd": -3, "bshd": -2}  # dimension of the heads
 
 
 class How(NamedTuple):
-    """The options of a call besides its tensors. strides: of the results for queries and keys, once decided."""
+    """The options of a call besides its tensors."""
 
     rotary: int
     interleaved: bool
     tokens_first: bool  # layout="bshd"
     out: torch.dtype
-    transposed: bool = False
-    strides: tuple = (None, None)
 
 
 def rotate_half(x, interleaved=False):
@@ -146,59 +143,45 @@ def heads_first(x, how):
     return x.transpose(1, 2) if how.tokens_first and x is not None else x
 
 
-def _compute(query, key, cos, sin, position_ids, how, kernel):
+def _compute(query, key, cos, sin, position_ids, how, kernel, transposed=False, strides=(None, None)):
+    """(of query, of key), in the order of `strides` or of their own."""
     inputs = columns_dense(query), columns_dense(key)
-    results = tuple(result(x, how.out, like) for x, like in zip(inputs, how.strides, strict=True))
+    results = tuple(result(x, how.out, like) for x, like in zip(inputs, strides, strict=True))
     q, k, yq, yk = (heads_first(x, how) for x in (*inputs, *results))
-    options = how.rotary, how.interleaved, how.transposed
+    options = how.rotary, how.interleaved, transposed
     kernel.forward(q, k, table(cos), table(sin), rows_index(position_ids), yq, yk, *options, kernel.queue(query))
     return results
 
 
-class _Rope(Function):
-    """Linear in queries and keys, so it is its own backward, with negated angles."""
-
-    @staticmethod
-    def forward(ctx, query, key, cos, sin, position_ids, how, kernel):
-        tokens = tuple(None if x is None else recipe.take(x) for x in (query, key))
-        recipe.save(ctx, made=(cos, sin, position_ids))
-        ctx.set_materialize_grads(False)
-        both = _compute(query, key, cos, sin, position_ids, how, kernel)
-        # Gradients have the stride order of the inputs and results, whatever the order of the incoming gradients.
-        strides = tuple(None if y is None else y.stride() for y in both)
-        ctx.how = how._replace(transposed=not how.transposed, out=query.dtype, strides=strides)
-        ctx.kernel = kernel
-        # Only worthwhile if x itself can be rebuilt; otherwise x would be kept instead of y, which saves nothing.
-        for number, (token, y) in enumerate(zip(tokens, both, strict=True)):
-            if token is not None:
-                build = _build(how._replace(strides=(y.stride(), None)), kernel)
-                recipe.carry(ctx, y, build, number, token)
-        return both
-
-    @staticmethod
-    def backward(ctx, dquery, dkey):
-        wanted = (dy if need else None for dy, need in zip((dquery, dkey), ctx.needs_input_grad[:2], strict=True))
-        return *_run(*wanted, *recipe.raw(ctx), ctx.how, ctx.kernel), *(None,) * 5
+# A node for each of the two results. It is linear, so it is its own backward, with negated angles. Its input is kept
+# only if this can be rebuilt: it would otherwise be kept instead of the result, which saves nothing.
 
 
-def _build(how, kernel):
-    """One result of one input: in backward."""
+def _of_each(query, key, cos, sin, position_ids, how, kernel, transposed=False, strides=(None, None)):
+    """The results of `_compute`, each with its node."""
+    both = below(_compute, query, key, cos, sin, position_ids, how, kernel, transposed, strides)
+    return tuple(
+        None if x is None else _NODE(y, (kernel, how, x.dtype, y.stride(), transposed), x, cos, sin, position_ids)
+        for x, y in zip((query, key), both, strict=True)
+    )
 
-    def build(x, cos, sin, position_ids):
-        return _run(x, None, cos, sin, position_ids, how, kernel)[0]
 
-    return build
+def _build(given, x, cos, sin, position_ids):
+    kernel, how, _, strides, transposed = given
+    return _compute(x, None, cos, sin, position_ids, how, kernel, transposed, (strides, None))[0]
 
 
-def _run(query, key, cos, sin, position_ids, how, kernel):
-    """(of query, of key), None for what is None."""
-    if query is None:
-        if key is None:
-            return None, None
-        return None, _run(key, None, cos, sin, position_ids, how._replace(strides=how.strides[::-1]), kernel)[0]
-    if torch.is_grad_enabled():
-        return _Rope.apply(query, key, cos, sin, position_ids, how, kernel)
-    return _compute(query, key, cos, sin, position_ids, how, kernel)
+def _gradients(dy, needs, given, x, *tables, run=_compute):
+    # Gradients have the order of the results' strides, whatever the order of the incoming gradients.
+    kernel, how, dtype, strides, transposed = given
+    return run(dy, None, *tables, how._replace(out=dtype), kernel, not transposed, (strides, None))[:1]
+
+
+def _second(dy, needs, given, x, *tables):
+    return _gradients(dy, needs, given, x, *tables, run=_of_each)
+
+
+_NODE = described("_Rope", "tccc", _build, _gradients, _second)
 
 
 def fits(query, key, cos, sin, position_ids, rotary, layout) -> bool:
@@ -230,7 +213,7 @@ def fits(query, key, cos, sin, position_ids, rotary, layout) -> bool:
 def choose(op, query, key, cos, sin, position_ids, rotary_dim, interleaved, layout, prefer):
     """(kernel, How), or None for torch's formula."""
     out, rotary = torch.promote_types(query.dtype, cos.dtype), rotary_dim or cos.shape[-1]
-    kernel = op.select(query, cos, sin, out=out, prefer=prefer)
+    kernel = select(op, query, cos, sin, out=out, prefer=prefer)
     if kernel is None or not fits(query, key, cos, sin, position_ids, rotary, layout):
         return None
     return kernel, How(rotary, interleaved, layout == "bshd", out)
@@ -284,7 +267,7 @@ def rope(
     if chosen is None:
         return formula(query, key, cos, sin, position_ids, *turn)
     kernel, how = chosen
-    return _run(query, key, cos, sin, position_ids, how, kernel)
+    return _of_each(query, key, cos, sin, position_ids, how, kernel)
 
 
 def apply_rotary_pos_emb(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hfnn.core import bits
 from hfnn.core.context import capturing, compiling, context, on_gpu
-from hfnn.core.function import Function, drawing
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
+from hfnn.core.node import Function, drawing
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none

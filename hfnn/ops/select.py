@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hfnn.core import bits
 from hfnn.core.context import is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.core.node import Function
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn.core import native, recipe
+from hfnn.core import native
 from hfnn.core.context import compiling, on_gpu
-from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
+from hfnn.core.node import Function, below, described, double_backward, select
 from hfnn.ops import table
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, ordered
 from hfnn.ops.table import BENCH, real
@@ -67,7 +67,8 @@ class Smooth(Op):
         numbers = table.numbers(self, *arguments)
         if self.in_cpp and numbers is not None:
             return self.left(input, prefer=prefer)
-        kernel = None if numbers is None else self.select(input, prefer=prefer)
+        choose = self.select if self.keeps_output else functools.partial(select, self)
+        kernel = None if numbers is None else choose(input, prefer=prefer)
         if kernel is None:
             return None
         if self.keeps_output:
@@ -80,7 +81,8 @@ class Smooth(Op):
                 return None
             input = input if on_gpu(input) else input.contiguous()
         # Under autocast, CUDA's softplus is float32.
-        return self._rebuilt(input, numbers, self.out_dtype(input), kernel)
+        how = kernel, self, numbers, self.out_dtype(input)
+        return self._node(below(_build, how, input), how, input)
 
     def fused(self, x, out, prefer: str, **options):
         """The result in dtype `out`, which is not narrower than x; None if no kernel accepts the call.
@@ -126,21 +128,13 @@ class Smooth(Op):
         kernel.backward(in_order(in_step), in_order(kept), in_order(dx), *numbers, kernel.queue(kept))
         return laid(dx, dy.stride()) if self.contiguous and ambiguous(dy) else dx
 
-    def build(self, numbers, out, kernel):
-        """y of x, in forward and again in backward."""
-
-        def build(x):
-            x = x.to(out)
-            return self.formula(x, *numbers) if torch.is_grad_enabled() else self.forward(x, kernel, numbers)
-
-        return build
-
-    def _rebuilt(self, x, *how):
-        return self._function.apply(x, self, *how) if torch.is_grad_enabled() else self.build(*how)(x)
+    @functools.cached_property
+    def _node(self) -> Callable:
+        return described(f"_{self.label}", "x", _build, _gradients, _second)
 
     @functools.cached_property
     def _function(self) -> type:
-        return type(f"_{self.label}", (_KeepsOutput if self.keeps_output else _KeepsInput,), {})
+        return type(f"_{self.label}", (_KeepsOutput,), {})
 
 
 class _KeepsOutput(Function):
@@ -161,24 +155,22 @@ class _KeepsOutput(Function):
         return ctx.op.backward(dy, y, ctx.op.numbers(), ctx.kernel), None, None
 
 
-class _KeepsInput(Function):
-    @staticmethod
-    def forward(ctx, x, op, numbers, out, kernel):
-        ctx.set_materialize_grads(False)
-        recipe.save(ctx, x)
-        ctx.op, ctx.numbers, ctx.out, ctx.kernel = op, numbers, out, kernel
-        build = op.build(numbers, out, kernel)
-        return recipe.carry(ctx, build(x), build)
+# Of those that keep their input, without a node of their own in C++.
 
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = recipe.saved(ctx)
-        op = ctx.op
-        if torch.is_grad_enabled():
-            formula = lambda x: op.formula(x.to(ctx.out), *ctx.numbers)  # noqa: E731
-            return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None, None
-        dx = op.backward(dy, x.to(ctx.out), ctx.numbers, ctx.kernel)
-        return dx.to(x.dtype), None, None, None, None
+
+def _build(how, x):
+    kernel, op, numbers, out = how
+    return op.forward(x.to(out), kernel, numbers)
+
+
+def _gradients(dy, needs, how, x):
+    kernel, op, numbers, out = how
+    return (op.backward(dy, x.to(out), numbers, kernel).to(x.dtype),)
+
+
+def _second(dy, needs, how, x):
+    _, op, numbers, out = how
+    return double_backward(lambda x: op.formula(x.to(out), *numbers), (x,), needs, dy)
 
 
 def _document(op, text, kept) -> str:

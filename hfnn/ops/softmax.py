@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core.context import is_plain
-from hfnn.core.function import Function
 from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.node import Function
 
 
 def reference(x, dim=None, _stacklevel=3, dtype=None):

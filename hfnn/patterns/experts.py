@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn.core import recipe
 from hfnn.core.context import context, is_bare, is_plain, transformed
-from hfnn.core.function import Function
+from hfnn.core.node import below, carries, described
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.patterns import probe
@@ -115,52 +114,49 @@ def grouped(module, x_TH, index_TK, weight_TK):
 
 
 def _of_groups(x_SI, weight_EOI, offsets):
-    """x W_e^T for the rows of each expert e; keeps the token of x instead of x."""
-    token = recipe.take(x_SI) if torch.is_grad_enabled() and weight_EOI.requires_grad else None
-    if token is None:
-        return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
-    return _OfGroups.apply(x_SI, weight_EOI, offsets, token)
+    """x W_e^T for the rows of each expert e; keeps the node that made x instead of x."""
+    if not (torch.is_grad_enabled() and weight_EOI.requires_grad and carries(x_SI)):
+        return _products((None,), x_SI, weight_EOI, offsets)
+    y_SO = below(_products, (None,), x_SI, weight_EOI, offsets)
+    return _OF_GROUPS(y_SO, (None,), x_SI, weight_EOI, offsets)
 
 
-class _OfGroups(Function):
-    @staticmethod
-    def forward(ctx, x_SI, weight_EOI, offsets, token):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight_EOI, offsets)
-        ctx.recipe = recipe.Kept({0: token})
-        return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
+def _products(how, x_SI, weight_EOI, offsets):
+    return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
 
-    @staticmethod
-    def backward(ctx, dy_SO):
-        (weight_EOI, offsets), token, dy_SO = ctx.saved_tensors, ctx.recipe.tokens[0], dy_SO.contiguous()
-        dweight = nn.functional.grouped_mm(dy_SO.t(), token.tensor(), offs=offsets)
-        return nn.functional.grouped_mm(dy_SO, weight_EOI, offs=offsets), dweight, None, None
+
+def _gradients_of_groups(dy_SO, needs, how, x_SI, weight_EOI, offsets):
+    dy_SO = dy_SO.contiguous()
+    dx = nn.functional.grouped_mm(dy_SO, weight_EOI, offs=offsets) if needs[0] else None
+    dweight = nn.functional.grouped_mm(dy_SO.t(), x_SI, offs=offsets) if needs[1] else None
+    return dx, dweight
+
+
+_OF_GROUPS = described("_OfGroups", "xxc", _products, _gradients_of_groups, _gradients_of_groups)
 
 
 _WAYS = {"eager": loop, "grouped_mm": grouped}
 
 
 def _rows(x_TH, token, weight):
-    """x_TH[token], for a product with `weight`, which then keeps x_TH instead."""
+    """x_TH[token], for a product with `weight`, which then keeps x_TH, or the node that made it, instead."""
     kept = torch.is_grad_enabled() and x_TH.requires_grad and weight.requires_grad and context(x_TH, weight) is None
-    return _Rows.apply(x_TH, token) if kept else x_TH[token]
+    if not kept or _ROWS is None:
+        return x_TH[token]
+    how = None, len(x_TH)
+    return _ROWS(below(_chosen, how, x_TH, token), how, x_TH, token)
 
 
-class _Rows(Function):
-    """Rows by index, with torch's gradient."""
+def _chosen(how, x_TH, index):
+    return x_TH[index]
 
-    @staticmethod
-    def forward(ctx, x_TH, index):
-        ctx.set_materialize_grads(False)
-        token = recipe.take(x_TH)
-        recipe.save(ctx, *(() if token is not None else (x_TH,)), made=(index,))
-        ctx.tokens = len(x_TH)
-        return recipe.carry(ctx, x_TH[index], torch.Tensor.__getitem__, token=token)
 
-    @staticmethod
-    def backward(ctx, dx_NH):
-        dx_TH = dx_NH.new_zeros(ctx.tokens, *dx_NH.shape[1:])
-        return dx_TH.index_put((recipe.raw(ctx)[-1],), dx_NH, accumulate=True), None
+def _gradients_of_rows(dx_NH, needs, how, x_TH, index):
+    """As torch's."""
+    return (dx_NH.new_zeros(how[1], *dx_NH.shape[1:]).index_put((index,), dx_NH, accumulate=True),)
+
+
+_ROWS = described("_Rows", "bc", _chosen, _gradients_of_rows, _gradients_of_rows)
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:

@@ -20,7 +20,7 @@ from convert_session import CRITERIA, LOSSES, Session, coarsest
 from engine import Fuzzer, Log
 
 import hfnn
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 
 AUTOCAST = (None, None, None, None, "bfloat16", "bfloat16", "float16")
 CALLS = {

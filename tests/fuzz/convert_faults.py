@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import kernel, native, parts, recipe
+from hfnn.core import kernel, native, parts
 from hfnn.deferred import product
 from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, rnn, table
 from hfnn.ops.attention import products
@@ -42,20 +42,25 @@ def _plant(name, owner, attribute, make):
     FAULTS[name] = lambda: _replaced(owner, attribute, make)
 
 
-# Of nodes in C++, by their numbers in csrc/autograd/room.h. Builds for users have none.
+# Of nodes, by their numbers in csrc/autograd/room.h. Builds for users have none.
 IN_NODES = {
-    "sources not compared by a node": 1,
-    "recipes of nodes without a bound": 2,
-    "hooks of saved tensors not compared by a node": 3,
-    "results of nodes keep their recipe after backward": 4,
-    "a chain's first source for its tensor in a node": 5,
-    "a rebuilt tensor not widened by a node": 6,
+    "sources not compared": 1,
+    "recipes without a bound": 2,
+    "hooks of saved tensors not compared": 3,
+    "results keep their recipe after backward": 4,
+    "a chain's first source for its tensor": 5,
+    "a rebuilt tensor not widened": 6,
     "a cast kept a call too long": 7,
     "the gradient of the wrong input": 8,
     "the incoming gradient written to": 9,
     "a tensor without memory kept by a node": 10,
     "state of a retained graph cleared": 11,
     "the flags of a sum turned round": 12,
+    "results kept beside their recipes": 13,
+    "sources saved past autograd": 14,
+    "what nodes save kept for ever": 15,
+    "copies of parameters a little wrong": 16,
+    "a described node without the gradient of its last input": 17,
 }
 
 
@@ -76,8 +81,7 @@ FAULTS["attention's products not counted in backward"] = lambda: _replaced(
 )
 
 
-# Recipes.
-@_fault("rebuilt a little wrong in C++")
+@_fault("rebuilt a little wrong")
 def _rebuilt_wrong():
     if native.extension is not None:
         native.extension.watch(lambda y: y.mul_(1.03125))
@@ -86,63 +90,6 @@ def _rebuilt_wrong():
     finally:
         if native.extension is not None:
             native.extension.watch(None)
-
-
-def _cut_off(x):
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-
-_plant("sources not compared", recipe.Kept, "holds", lambda holds: lambda self, node: True)
-_plant(
-    "results kept beside their recipes",
-    recipe,
-    "carry",
-    lambda carry: lambda ctx, y, *how, **more: (setattr(ctx, "beside", y.clone()), carry(ctx, y, *how, **more))[1],
-)
-_plant("recipes without a bound", recipe, "LONGEST", lambda longest: 1 << 30)
-_plant("hooks of saved tensors not compared", recipe, "_hooks_now", lambda now: lambda: None)
-_plant("results keep their recipe after backward", recipe.Kept, "finish", lambda finish: lambda self, node: None)
-_plant(
-    "sources saved past autograd",
-    recipe,
-    "save",
-    lambda save: lambda ctx, *sources, made=(): save(ctx, *map(_cut_off, sources), made=made),
-)
-_plant(
-    "rebuilt a little wrong",
-    recipe._Output,
-    "make",
-    lambda make: lambda self, node, dtype=None: make(self, node, dtype) * 1.03125,
-)
-_plant(
-    "a chain's first source for its tensor",
-    recipe.Token,
-    "get",
-    lambda get: (
-        lambda self, dtype, last: next((t for t in recipe.raw(self._node) if t is not None), get(self, dtype, last))
-    ),
-)
-_plant(
-    "a rebuilt tensor not widened",
-    recipe,
-    "as_dtype",
-    lambda as_dtype: lambda y, dtype: as_dtype(y, dtype).bfloat16().to(dtype or y.dtype),
-)
-
-
-@_fault("every recipe kept for ever")
-def _kept():
-    forever = []
-
-    def make(save):
-        def saved(ctx, *sources, made=()):
-            forever.append(sources)
-            return save(ctx, *sources, made=made)
-
-        return saved
-
-    with _replaced(recipe, "save", make):
-        yield
 
 
 @_fault("a converted module kept by its last call")
@@ -178,14 +125,6 @@ def _counted_twice(arguments):
 
 
 _plant("a batch counted twice", batch_norm, "arguments", _counted_twice)
-
-
-_plant(
-    "a group norm without the gradient of its bias",
-    group_norm._GroupNorm,
-    "backward",
-    lambda backward: lambda ctx, dy: (*(found := backward(ctx, dy))[:2], None, *found[3:]),
-)
 
 
 def _of_other_samples(compute):
@@ -326,4 +265,3 @@ def _shallow(reduce):
 
 _plant("what was proved is believed for ever", subclass, "lapse", lambda lapse: lambda module, why: None)
 _plant("copies are in training", subclass.Converted, "__reduce_ex__", _shallow)
-_plant("copies of parameters a little wrong", recipe, "_own_copy", lambda copy: lambda p: copy(p) * 1.01)

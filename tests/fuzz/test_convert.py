@@ -33,9 +33,9 @@ def test_limits_are_few_and_documented():
 
 
 QUICK = (
-    "rebuilt a little wrong in C++",
+    "rebuilt a little wrong",
     "a chain's first source for its tensor",
-    "every recipe kept for ever",
+    "what nodes save kept for ever",
     "a converted module kept by its last call",
     "state of a retained graph cleared",
     "the gradient of the wrong input",

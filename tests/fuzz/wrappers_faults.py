@@ -11,8 +11,8 @@ from haiscale.ddp.wrapper import DDP
 from haiscale.fsdp import clip, engine, full, unit, wrapper
 from haiscale.fsdp import flat as flats
 from haiscale.fsdp import reduce as reductions
-from hfnn.core import recipe
-from hfnn.core.recipe import parameters_are_resharded
+from hfnn.core import node as recipe
+from hfnn.core.node import parameters_are_resharded
 
 
 def planted(name: str | None):

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.core import native, recipe
+from hfnn.core import native
+from hfnn.core import node as recipe
 from hfnn.core.kernel import PREFERENCES, _interpreting, _load
 from hfnn.ops import batch_norm
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import native, recipe
+from hfnn.core import native
+from hfnn.core import node as recipe
 from hfnn.memory import saved_bytes
 
 from .convolutions import (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.core.kernel import _interpreting
 from hfnn.ops.gated import GATES, formula, gated
 from hfnn.testing import GRADIENTS, OUTPUTS, assert_close

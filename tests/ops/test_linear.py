@@ -10,7 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from transformers.pytorch_utils import Conv1D
 
 import hfnn
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.functional import gelu, layer_norm
 from hfnn.memory import saved_bytes
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import testing
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.ops.attention import multihead
 
 E, H, B, T, S = 24, 4, 3, 5, 7

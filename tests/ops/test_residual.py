@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import testing
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.core.kernel import _interpreting
 from hfnn.ops import add_norm, dropout_add
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import testing
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 from hfnn.ops.attention import transformer
 
 D, H, FF, B, T, S = 16, 2, 40, 3, 6, 5

@@ -191,7 +191,8 @@ def launch_rooms(dtype, ones):
     ones: also with one element, because Triton treats an argument of 1 as a constant.
     """
     from hfnn import functional, ops, warmup
-    from hfnn.core import kernel, recipe
+    from hfnn.core import kernel
+    from hfnn.core import node as recipe
 
     def choose(op, *_, **__):
         source = next(k.source for k in op.kernels if k.name == "triton")

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 import hfnn
 from haiscale.fsdp import FSDP, CPUOffload, ShardingStrategy
 from haiscale.fsdp.predict import Live, measure
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 
 
 class Twice(nn.Module):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from haiscale.fsdp import FSDP, MixedPrecision
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 
 
 def plain(rank, size, zero=3, precision=None, **options):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hfnn
-from hfnn.core import recipe
+from hfnn.core import node as recipe
 
 
 class Block(nn.Module):

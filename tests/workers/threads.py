@@ -20,6 +20,7 @@ torch.manual_seed(0)
 LAYERS = (
     *(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1)),
     *(nn.Linear(32, 16), nn.RMSNorm(16), nn.SiLU(), nn.Linear(16, 16)),
+    *(nn.GroupNorm(4, 16), nn.Softsign(), nn.Linear(16, 16)),  # described nodes: their formulas are in Python
 )
 model = hfnn.convert(nn.Sequential(*LAYERS), prefer="memory")
 weights = list(model.parameters())
@@ -32,7 +33,9 @@ def clones():
 
 
 def own():
-    model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    h = model[:-1](torch.randn(8, 16, requires_grad=True))
+    h.register_hook(lambda dh: dh * 1)  # in Python, between nodes that rebuild
+    model[-1](h).sum().backward()
 
 
 def retained(y):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hfnn.core import flops, native
 from hfnn.core.context import compiling, on_gpu, place
-from hfnn.core.function import Function, double_backward, wanted
 from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
+from hfnn.core.node import Function, double_backward, wanted
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors

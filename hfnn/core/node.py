@@ -1,32 +1,117 @@
-"""Autograd functions of rooms, and the common parts of their backward."""
+"""Autograd nodes of ops: in C++, described by Python functions, or Functions in Python.
 
+A consumer that would save its input y keeps the node that made y instead, if this node can *build* y again from what it
+keeps for its own backward (csrc/autograd/room.h has the rules). Frequent ops are nodes in C++. The others that keep
+their producer or are kept are *described*:
+
+    NODE = described("_Op", "xc", build, gradients, second)
+
+    y, statistic = below(compute, x, ...)            # without a graph
+    return NODE(y, (kernel, *numbers), x, statistic)
+
+    build(how, *tensors)                 y again, bit for bit
+    gradients(dy, needs, how, *tensors)  a tuple with one gradient for each input, None where not needed
+    second(dy, needs, how, *tensors)     the same by differentiable ops, under create_graph=True
+
+`how` is a tuple: the kernel or None, then plain values. It must hold no tensor, because Python's garbage collector does
+not look into nodes in C++. The functions are called without autograd, except `second`, and without locks. The letters
+say what a tensor is; `gradients` and `second` get None for tensors that only `build` reads:
+
+    x   an input: its producer is kept, or the input
+    b   the same, and only `build` reads it
+    t   the same, and it is kept only if this is by its producer: otherwise y is kept as in torch
+    h   a parameter that only `build` reads
+    c   a tensor without a gradient: made by the op, or kept as by torch
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
-from hfnn.core import flops
+from hfnn.core import bits, flops
+from hfnn.core.native import extension
 from hfnn.core.written import explained
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
 _is_zeros, _is_negated = torch.Tensor._is_zerotensor, torch.Tensor.is_neg
+_retained = torch._C._autograd._get_current_graph_task_keep_graph
 _LEVEL = 1  # of is_grads_batched, which does not nest
 _REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))
+
+
+def described(label: str, tensors: str, build: Callable, gradients: Callable, second: Callable) -> Callable | None:
+    """The call of a described node, or None without the extension: torch's own op then runs."""
+    return extension and extension.described(f"{label}Backward", tensors, build, gradients, second)
+
+
+# below(function, *arguments): the call without a graph.
+below = extension and extension.below
+
+
+def select(op, x: torch.Tensor, *others: torch.Tensor | None, **how):
+    """`op.select(...)` for an op with described nodes."""
+    return (op.left if extension is None else op.select)(x, *others, **how)
+
+
+# ---- recipes
+
+
+class _Counter:
+    """How often recipes were handed out and rebuilt, for tests and `report`."""
+
+    def reset(self) -> None:
+        if extension is not None:
+            extension.reset_counts()
+
+    taken = property(lambda self: extension.counts()[0] if extension is not None else 0)
+    rebuilt = property(lambda self: extension.counts()[1] if extension is not None else 0)
+
+
+counter = _Counter()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """No recipes inside the `with` block: every consumer saves its input, as in torch."""
+    before = extension is not None and extension.set_recipes(False)
+    try:
+        yield
+    finally:
+        if extension is not None:
+            extension.set_recipes(before)
+
+
+def take(x: torch.Tensor):
+    """What a Function keeps instead of x, as `ctx.recipe`; None to save x. `tensor()` is x in backward."""
+    token = extension and extension.take(x)
+    if token is None and x.requires_grad:
+        bits.keeps_whole(x)
+    return token
+
+
+def carries(x: torch.Tensor) -> bool:
+    """Whether consumers keep the node that made x instead of x."""
+    return extension is not None and extension.carries(x)
+
+
+def parameters_are_resharded(on: bool = True) -> None:
+    """Parameters of this process take turns in shared memory, so no recipe may refer to one. Called by
+    haiscale.fsdp."""
+    if extension is not None:
+        extension.set_resharded(on)
+
+
+# ---- Functions
 
 
 def drawing():
     """Allows random draws in the `with` block, also while gradients are computed for many dy at once."""
     return torch._C._ExcludeDispatchKeyGuard(_REFUSES_TO_DRAW)
-
-
-def written_to(x: torch.Tensor, version: int) -> RuntimeError:
-    """torch's error for a saved tensor that was written to since it had this version."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{x.type()} {[*x.shape]}] is at version {x._version}; expected version {version} instead."
-    )
 
 
 class Function(torch.autograd.Function):
@@ -35,7 +120,7 @@ class Function(torch.autograd.Function):
     Forward calls `ctx.set_materialize_grads(False)`: without a gradient, as in some second derivatives, none is given.
     Backward may return gradients in another dtype than the inputs'; the engine casts them. For a batched gradient
     (`is_grads_batched=True`, or a backward inside `torch.func.vmap`) it is called once per element, because kernels
-    need real memory. After the last one, the node frees what it keeps for recipes (hfnn/core/recipe.py).
+    need real memory. After the last one `ctx.recipe` is released, unless the graph is retained.
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
@@ -59,8 +144,8 @@ def _whole(backward: Callable) -> Callable:
                 error.args = (explained(ctx, str(error)),)
                 raise
         kept = getattr(ctx, "recipe", None)
-        if kept is not None:
-            kept.finish(ctx)
+        if kept is not None and not _retained():
+            kept.release()
         return found
 
     return whole
@@ -177,3 +262,8 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
             outputs = formula(*inputs)
         grads = iter(torch.autograd.grad(outputs, wanted, dy, create_graph=True))
     return tuple(next(grads) if need else None for need in needs)
+
+
+if extension is not None:
+    capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    extension.connect(of_many, capturing, bits.keeps_whole, flops.watched, FakeTensor)
