@@ -99,7 +99,7 @@ endif
 
 # In place: Python files are live, and the build folder is kept, so that only changed C++ is compiled again.
 $(VENV)/.built: $(VENV)/.tools CMakeLists.txt $(shell find csrc)
-	$(PIP) install --quiet --no-build-isolation $(PIN) -e '.[examples,test]'
+	$(PIP) install --quiet --no-build-isolation $(PIN) -e '.[examples,test,tools]'
 	$(if $(CUDAARCHS),echo '$(CUDAARCHS)' > $(VENV)/.cudaarchs)
 	touch $@
 

@@ -2,7 +2,7 @@
 
     model = hfnn.convert(model)         # in place: same parameters, same state dict, fewer bytes, less time
     print(hfnn.report(model))           # what was swapped, what was left alone, and why
-    hfnn.revert(model)                  # restores the original classes
+    hfnn.revert(model)                  # restores the original forwards
 
 `hfnn.LayerNorm` and similar classes replace those of torch.nn. `hfnn.functional` has the functions.
 """
@@ -11,7 +11,7 @@ import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already load
 
 from hfnn import data, functional, memory, ops, optim
 from hfnn.adapters import tools
-from hfnn.convert import convert, revert
+from hfnn.convert import convert, is_converted, revert
 from hfnn.core import bits, kernel
 from hfnn.core import node as recipe
 from hfnn.core.as_if import as_if
@@ -140,6 +140,7 @@ __all__ = [
     "convert",
     "data",
     "functional",
+    "is_converted",
     "kernel",
     "memory",
     "ops",

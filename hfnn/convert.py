@@ -1,7 +1,8 @@
-"""`convert` and `revert`: use hfnn in a model that is already built, by changing the classes of its modules.
+"""`convert` and `revert`: use hfnn in a model that is already built, by giving its modules other forwards.
 
-Parameters, buffers, hooks and names do not change: only `module.__class__` does (and `prefer`, if it is not "auto").
-Nothing outside the model changes. `examine` decides about one module, and `hfnn.report` prints its verdict.
+Classes, parameters, buffers, hooks and names do not change: a module gets a forward of its own on the instance
+(hfnn/core/holder.py), with options such as `prefer`. Nothing outside the model changes. `examine` decides about one
+module, and `hfnn.report` prints its verdict.
 `hfnn/optim/swap.py` converts optimizers.
 """
 
@@ -18,6 +19,7 @@ from hfnn import adapters
 from hfnn.capture import captured
 from hfnn.core import native
 from hfnn.core.context import PLAIN
+from hfnn.core.holder import COMPUTE, foreign_forward, forward_of, holder_of, settings
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.options import one_of
 from hfnn.optim import swap
@@ -33,16 +35,15 @@ from hfnn.patterns import (
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 from hfnn.patterns.subclass import (
-    COMPUTE,
     FORWARDS,
     ROOMS,
     Converted,
-    forward_of,
+    holds,
     is_converted,
-    make_subclass,
     original,
+    put,
     restore,
-    settings,
+    underivable,
 )
 
 Filter = str | type | Callable[[str, nn.Module], bool]
@@ -60,10 +61,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `convert` does with a module: the class it gets, or why it is left alone."""
+    """What `convert` does with a module: the class whose forward it gets and the match of its proof, or why it is left
+    alone."""
 
     room: type | None
     why: str = ""
+    like: Match | None = None
 
 
 NO_OP = "no op of hfnn computes this"
@@ -110,7 +113,9 @@ def convert(
     capture: bool = False,
     **options: Any,
 ) -> Any:
-    """Swap every module for which hfnn has an op, in place; returns the model.
+    """Swap the forward of every module for which hfnn has an op, in place; returns the model.
+
+    Modules keep their classes: `isinstance(m, hfnn.LayerNorm)` is False, and `hfnn.is_converted(m)` tells.
 
     The swapped modules are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were
     proved to compute the same (hfnn/patterns). `hfnn.report(model)` lists each module, with the reason if it was left
@@ -148,8 +153,8 @@ def convert(
         ValueError: An option has another value than those named here, or a pattern matches no module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    >>> hfnn.convert(model) is model, isinstance(model[1], hfnn.LayerNorm)
-    (True, True)
+    >>> hfnn.convert(model) is model, hfnn.is_converted(model[1]), type(model[1])
+    (True, True, <class 'torch.nn.modules.normalization.LayerNorm'>)
     """
     one_of("prefer", prefer, PREFERENCES)
     one_of("recompute", recompute, (None, "gemm"))
@@ -178,18 +183,22 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
     if isinstance(model, nn.Module):
         captured.release(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, Converted) and module._hfnn_lapsed and _why_not_restored(module) is None:
-            restore(module)  # it is examined again
+        holder = holder_of(module)
+        if holder is not None and not holder.holds():
+            holder.release()  # it is examined again
+        elif isinstance(module, Converted) and not holds(module) and _why_not_restored(module) is None:
+            restore(module)
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: if a proof fails in an unexpected way, the model is unchanged.
-    verdicts = [(site.module, examine(site).room, site.use) for site in found if site in chosen and site not in skipped]
-    of_parts = [rewrite.settings(module, recompute) for module, *_ in verdicts]
-    for module, room, use in verdicts:
-        if room is not None:
-            object.__setattr__(module, "__class__", room)
-            if use is not None:
-                vars(module)["_hfnn_use"] = use
+    verdicts = [(site, examine(site)) for site in found if site in chosen and site not in skipped]
+    of_parts = [rewrite.settings(site.module, recompute) for site, _ in verdicts]
+    for site, verdict in verdicts:
+        module = site.module
+        if verdict.room is not None:
+            put(module, verdict.room, verdict.like)
+            if site.use is not None:
+                vars(module)["_hfnn_use"] = site.use
         if is_converted(module) or rewrite.is_own(module):
             _set(module, "prefer", prefer)
             _set(module, "exact", exact)
@@ -205,7 +214,7 @@ def revert(model: _Model, optimizer: None = None) -> _Model: ...
 @overload
 def revert(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...
 def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None) -> Any:
-    """Give every converted module its original class again, in place; returns its argument.
+    """Give every converted module its own forward again, in place; returns its argument.
 
     hfnn's own classes become torch's, even if the model was built with them. `hfnn.MLP` and `hfnn.GatedMLP` stay,
     because torch has no class for them; only their parts change.
@@ -215,12 +224,12 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None) -> 
         optimizer: Becomes torch's, with states as torch keeps them; 8-bit and 4-bit states are decoded.
 
     Raises:
-        ValueError: Something that also changes classes (`fully_shard`) has wrapped a converted module since, or has
-            replaced a look-alike's forward on the instance. Nothing is changed then.
+        ValueError: `fully_shard` or similar code has changed the class of a module that has a subclass (layers of
+            transformers that checkpoint themselves), or its forward. Nothing is changed then.
 
     >>> model = hfnn.convert(torch.nn.Sequential(torch.nn.LayerNorm(8)))
-    >>> type(hfnn.revert(model)[0])
-    <class 'torch.nn.modules.normalization.LayerNorm'>
+    >>> hfnn.is_converted(hfnn.revert(model)[0])
+    False
     """
     if isinstance(model, Optimizer) and optimizer is None:
         return swap.revert(model)
@@ -243,9 +252,11 @@ def _revert(model: nn.Module) -> None:
 
 
 def _why_not_restored(module) -> str | None:
+    if holder_of(module) is not None:
+        return None
     if original(type(module)) is None:
         return "its class was changed after hfnn.convert"
-    if isinstance(module, Converted) and "forward" in vars(module):
+    if isinstance(module, Converted) and foreign_forward(module):
         return (
             "its forward was replaced on the instance after hfnn.convert (by accelerate, or alike), and goes on to "
             "hfnn's"
@@ -271,9 +282,8 @@ def examine(site: Site) -> Verdict:
     module, cls = site.module, type(site.module)
     placed = adapters.room_of(module, site.around, site.use)
     if placed is not None:
-        cls, room = placed
-        why = _obstacle(site, room)
-        return Verdict(None, why) if why is not None else _subclass(cls, room, None)
+        why = _obstacle(site, placed)
+        return Verdict(None if why else placed, why or "")
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)
@@ -288,16 +298,8 @@ def examine(site: Site) -> Verdict:
     why = _obstacle(site, room)
     if why is not None:
         return Verdict(None, why)
-    if cls in ROOMS:
-        return Verdict(room)
-    return _subclass(cls, room, like)
-
-
-def _subclass(cls: type, room: type, like: Match | None) -> Verdict:
-    try:
-        return Verdict(make_subclass(cls, room, like))
-    except Exception as error:  # this runs the author's code
-        return Verdict(None, f"its class cannot be derived from: {error}")
+    why = underivable(cls, room, like)
+    return Verdict(None if why else room, why or "", like)
 
 
 def _recognise(module) -> Match | Refusal | None:
@@ -322,7 +324,7 @@ def _room(cls: type) -> tuple[type | None, type | None]:
 def _obstacle(site: Site, room: type) -> str | None:
     """Why this module must be left alone although its class is known and has a room, or None."""
     module = site.module
-    own = next((name for name in COMPUTE if name in vars(module)), None)
+    own = next((name for name in COMPUTE[1:] if name in vars(module)), "forward" if foreign_forward(module) else None)
     if own is not None:
         return (
             f"it has a {own} of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
@@ -358,7 +360,10 @@ def is_fsdp(module) -> bool:
 
 def _set(module, name: str, value) -> None:
     """Set on the instance only if it differs from the class's value, so modules carry no unneeded state."""
-    if name in settings(type(module)):
+    holder = holder_of(module)
+    if holder is not None and name in settings(holder.target):
+        vars(module)[name] = value
+    elif holder is None and name in settings(type(module)):
         vars(module).pop(name, None)
         if getattr(type(module), name) != value:
             vars(module)[name] = value

@@ -16,7 +16,7 @@ from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.memory.keepers import costs
 from hfnn.ops import conv, linear
 from hfnn.optim import swap
-from hfnn.patterns.subclass import is_converted, op_of, original, title
+from hfnn.patterns.subclass import ended, holds, is_converted, op_of, original, target, title
 from hfnn.tune import explain
 
 OPTIMIZER = "(optimizer)"  # used instead of a name
@@ -137,23 +137,28 @@ def _is_of_note(site) -> bool:
 
 
 def _row(site, first) -> ModuleRow:
-    module, cls = site.module, type(site.module)
-    before = original(cls) or cls
+    module, cls = site.module, target(site.module)
+    before = original(type(module)) or type(module)
     name, label = site.names[0], f"{before.__module__.split('.')[0]}.{before.__name__}"
     if not is_converted(module):
         verdict = examine(site)
         return ModuleRow(name, label, None, None, verdict.why or "not converted: hfnn.convert would swap it")
     weight = next((p for p in module._parameters.values() if p is not None), first)
-    op = op_of(cls)
-    kernel, why = (None, "") if op is None else _kernel(module, op, weight)
-    if getattr(module, "_hfnn_lapsed", None):
-        return ModuleRow(name, label, None, None, f"runs its own forward: {module._hfnn_lapsed} after hfnn.convert")
-    if hasattr(module, "_hfnn_when"):
-        why = module._hfnn_when
-    return ModuleRow(name, label, title(cls), kernel, why)
+    op = op_of(module)
+    kernel, why = (None, "") if op is None else _kernel(cls, module, op, weight)
+    if not holds(module):
+        return ModuleRow(name, label, None, None, f"runs its own forward: {ended(module)} after hfnn.convert")
+    why = _of_class(cls, module, "_hfnn_when", why) or why
+    return ModuleRow(name, label, title(module), kernel, why)
 
 
-def _kernel(module, op, weight) -> tuple[str, str]:
+def _of_class(cls: type, module, name: str, default):
+    """A fact about the module that the class which computes it states."""
+    value = getattr(cls, name, default)
+    return value.fget(module) if isinstance(value, property) else value
+
+
+def _kernel(cls, module, op, weight) -> tuple[str, str]:
     """(the kernel, the input size from which it runs)."""
     if op is linear.OP or op in conv.OPS:
         if is_fsdp(module):  # fully_shard passes it a view of its input, which has no recipe
@@ -166,7 +171,8 @@ def _kernel(module, op, weight) -> tuple[str, str]:
     if not op.kernels:
         return "torch", "keeps less than torch's module"
     # A norm's weight is a row of its input; ops along another length state it.
-    device, cols = weight.device.type, getattr(module, "_hfnn_cols", weight.numel() if module._parameters else 0)
+    device, cols = weight.device.type, weight.numel() if module._parameters else 0
+    cols = _of_class(cls, module, "_hfnn_cols", cols)
     kernel = next((k for k in op.kernels if not k.refusals(device, weight.dtype, cols, weight.dtype)), None)
     if kernel is None:
         return "torch", f"no kernel here for {weight.dtype} on {device}"

@@ -142,7 +142,7 @@ def _check(model: nn.Module) -> None:
     """Raises ValueError for a model that cannot be tuned."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
-    if any(is_converted(m) or isinstance(m, captured.Captured) for m in model.modules()):
+    if any(is_converted(m) or captured.of(m) for m in model.modules()):
         raise ValueError("takes the model as torch has it: call hfnn.revert(model) first")
     wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel, torch._dynamo.eval_frame.OptimizedModule
     if isinstance(model, wrappers) or any(m._compiled_call_impl is not None for m in model.modules()):

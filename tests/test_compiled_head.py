@@ -234,8 +234,9 @@ def test_a_model_s_own_choice_of_loss_is_traced(monkeypatch):
     monkeypatch.setattr("hfnn.adapters.transformers.compiling", lambda: True)
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, bos_token_id=1, eos_token_id=2)
     stock = transformers.GPT2LMHeadModel(config)
-    default = stock.loss_function
-    assert hfnn.convert(stock).loss_function is default
+    given = torch.randn(2, 3, 16), torch.zeros(2, 3, dtype=torch.int64), 16
+    wanted = stock.loss_function(*given)
+    assert hfnn.convert(stock).loss_function(*given).equal(wanted) and "_loss_function" in vars(stock)
     stock.loss_function = max
     assert stock.loss_function is max
     assert hfnn.convert(Own(config)).loss_function is sum

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import hfnn
 from hfnn.patterns import gated_norm
 from hfnn.patterns.probe import Refusal
-from hfnn.patterns.subclass import title
+from hfnn.patterns.subclass import holds, title
 from hfnn.testing import GRADIENTS, OUTPUTS, assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def test_results(key, dtypes):
     dtype, weight_dtype = (getattr(torch, name) for name in dtypes)
     theirs = made(*key).to(weight_dtype)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
-    assert title(type(ours)) == f"hfnn rms_norm, {CLASSES[key]} gate"
+    assert title(ours) == f"hfnn rms_norm, {CLASSES[key]} gate"
     x, gate = (torch.randn(3, 40, C).to(dtype).requires_grad_() for _ in range(2))
     wide = copy.deepcopy(theirs).double()
     wide.forward = lambda x, gate: exact(key, wide, x, gate)
@@ -77,11 +77,11 @@ def test_what_changes_afterwards():
     module = hfnn.convert(made("qwen3_next", "Qwen3NextRMSNormGated", (C,)), prefer="memory")
     x, gate = torch.randn(2, 8, C), torch.randn(2, 8, C)
     module.variance_epsilon = 0.5
-    assert module._hfnn_lapsed is None, "eps is read at each call"
+    assert holds(module), "eps is read at each call"
     torch.testing.assert_close(module(x, gate), F.rms_norm(x, (C,), module.weight, 0.5) * F.silu(gate))
     module.activation = "gelu"
     torch.testing.assert_close(module(x, gate), F.rms_norm(x, (C,), module.weight, 0.5) * F.gelu(gate))
-    assert module._hfnn_lapsed is not None
+    assert not holds(module)
 
 
 class GroupsGatedNorm(nn.Module):

@@ -288,7 +288,7 @@ def test_head_of_patched_torch():
     """The head is hfnn's already."""
     plain = build(CAUSAL)
     hfnn.convert(plain.lm_head)
-    assert type(plain.lm_head) is hfnn.Linear and untouched(hfnn.convert(plain, prefer="memory")(**batch()))
+    assert hfnn.is_converted(plain.lm_head) and untouched(hfnn.convert(plain, prefer="memory")(**batch()))
     assert type(hfnn.revert(plain).lm_head) is nn.Linear
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfnn
+from hfnn.core.holder import like_of
 from hfnn.ops import batch_norm
 from hfnn.patterns import batch_norm_act, proof, rewrite
 from hfnn.patterns.probe import Refusal
@@ -152,7 +153,7 @@ def test_a_resnet(train, last, sites):
         ("hardswish", False): 1,
     }
     assert Counter(site[:2] for site in sites) == wanted
-    assert "batch_norm_act of bn1 + relu, bn2 + sum + relu" in str(type(mine.layer1[0])._hfnn_like)
+    assert "batch_norm_act of bn1 + relu, bn2 + sum + relu" in str(like_of(mine.layer1[0]))
 
 
 def test_copies_pickles_and_revert(sites):
@@ -201,7 +202,7 @@ def test_hooks_and_what_changes_later(sites):
         torch.manual_seed(1)
         model.downsample = nn.Conv2d(8, 8, 1)
     compare(0)  # an attribute that was None is not any more: the class's own forward
-    assert type(mine)._hfnn_original is BasicBlock
+    assert type(mine) is BasicBlock and like_of(mine) is not None
 
 
 def test_a_sequential_that_is_cut_or_grows():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hfnn
+from hfnn.core.holder import like_of
 from hfnn.patterns.subclass import is_converted
 
 from .test_proof_limits import INNER, WIDTH, Gated, Norm, check_same
@@ -258,7 +259,7 @@ def test_names_outside_of_the_module(function, base, monkeypatch):
     proved, change = OUTSIDE[function]
     stock = hooked(function, base)()
     ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
-    assert (getattr(type(ours), "_hfnn_like", None) is not None and "inside" not in str(type(ours)._hfnn_like)) == (
+    assert (like_of(ours) is not None and "inside" not in str(like_of(ours))) == (
         proved or (function is half and base is Gated)
     )  # the rest of a graph may scale
     x = torch.randn(6, WIDTH)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfnn
-from hfnn.patterns.subclass import is_converted
+from hfnn.patterns.subclass import holds, is_converted
 
 WIDTH = 16
 REGISTRY, CALLS = [], []
@@ -175,7 +175,7 @@ def test_what_changed_is_obeyed(change, monkeypatch):
     torch.manual_seed(0)
     stock = BUILD[name]()
     model = hfnn.convert(copy.deepcopy(stock), prefer="memory")
-    assert hfnn.report(model).swapped and not any(getattr(m, "_hfnn_lapsed", None) for m in model.modules())
+    assert hfnn.report(model).swapped and not any(is_converted(m) and not holds(m) for m in model.modules())
     x = torch.randn(3, WIDTH)
     torch.testing.assert_close(results(model, x), results(stock, x))
     other = pickle.loads(pickle.dumps(model))
@@ -204,7 +204,7 @@ def test_the_report_says_what_changed_until_convert_is_called_again(change, monk
     assert row.to is None and "runs its own forward" in row.why and "after hfnn.convert" in row.why
     assert row.why[20:] in caplog.text
     (row,) = hfnn.report(hfnn.convert(model)).rows
-    assert row.to is None and "named like a norm, but no op of hfnn" in row.why and "_hfnn_lapsed" not in vars(model)
+    assert row.to is None and "named like a norm, but no op of hfnn" in row.why and not is_converted(model)
 
 
 def test_what_was_replaced_by_the_same_is_proved_anew(monkeypatch):
@@ -250,7 +250,7 @@ def test_attributes_go_back_to_the_letter():
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
     hfnn.convert(model, prefer="memory", recompute="gemm").config.factor = 2.0
     model(torch.randn(3, WIDTH))
-    assert model._hfnn_lapsed
+    assert not holds(model)
     hfnn.revert(model)
     assert before == {name: dict(vars(m)) for name, m in model.named_modules()}
     assert type(model) is GatedMLP and [list(vars(m)) for m in model.modules()] == [*map(list, before.values())]

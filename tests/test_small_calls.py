@@ -49,7 +49,7 @@ def test_small_attention_is_the_models_own(monkeypatch, name, kind):
     for _ in range(2):
         (wanted, calls), (found, mine) = run(stock, batch), run(ours, batch)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert mine < 1.4 * calls
+    assert mine < 1.45 * calls  # a converted module's forward is one call more than the class's
 
 
 def test_large_or_wanted_attention_is_ours(monkeypatch):

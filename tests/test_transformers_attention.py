@@ -10,6 +10,7 @@ from hfnn.ops import attention as room
 transformers = pytest.importorskip("transformers")
 
 from hfnn.adapters import attention, masks, usual  # noqa: E402
+from hfnn.core.holder import target_of  # noqa: E402
 from hfnn.ops.attention import mask as room_mask  # noqa: E402
 from hfnn.patterns import routed  # noqa: E402
 
@@ -145,7 +146,7 @@ def test_accuracy(name, kind, ran):
     model = Seen(hfnn.convert(model, only=lambda _, m: hasattr(m, "config")), mask)
     found = hfnn.verify(model, **batch)
     assert found.ok, str(found)
-    layers = sum(isinstance(m, attention.Attention) for m in model.modules())
+    layers = sum(target_of(m) is attention.Attention for m in model.modules())
     assert layers == {"t5": 6, "whisper": 6}.get(name, 2)
     assert ran["forward"] == ran["backward"] == layers
 

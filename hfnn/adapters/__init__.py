@@ -8,6 +8,7 @@ from torch import nn
 
 from hfnn.adapters import attention, diffusers, transformers
 from hfnn.core import parts
+from hfnn.core.holder import target_of
 from hfnn.deferred.head import Head, Use
 from hfnn.deferred.head import candidates as candidates
 from hfnn.patterns.probe import Refusal
@@ -19,10 +20,10 @@ def rooms() -> dict[type, type]:
     return {**transformers.rooms()}
 
 
-def room_of(module: nn.Module, around: list[nn.Module], use: Use | None) -> tuple[type, type] | None:
-    """(class without hfnn, replacement of its forward) for a module recognised by its content or its surroundings.
-    use: that of a candidate for the model's output layer."""
-    return transformers.room_of(module, around) or (None if use is None else (nn.Linear, Head))
+def room_of(module: nn.Module, around: list[nn.Module], use: Use | None) -> type | None:
+    """The replacement of its forward for a module recognised by its content or its surroundings. use: of a candidate
+    for the model's output layer."""
+    return transformers.room_of(module, around) or (None if use is None or target_of(module) is Head else Head)
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:

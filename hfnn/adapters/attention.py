@@ -22,6 +22,7 @@ from hfnn.adapters import masks, rotary, usual, views
 from hfnn.core import flops
 from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import is_plain, transformed
+from hfnn.core.holder import stock_of, target_of
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
 from hfnn.ops.attention import products
@@ -48,14 +49,19 @@ class Attention:
     prefer = "auto"
     _hfnn_small = routed.Routed._hfnn_small
 
+    @property
+    def _hfnn_when(self) -> str:
+        found = rotary.calls(stock_of(self))
+        names = () if found is None else dict.fromkeys(place.name for place in found.places)
+        return f"{', '.join(names)} inside, too" if names else ""
+
     @staticmethod
-    def prepare(made: type) -> None:
+    def forward_for(cls: type):
         register()  # when such a module is unpickled, `convert` may not have run in this process
-        made._hfnn_eager = staticmethod(eager_of(made._hfnn_original))
-        found = rotary.calls(made._hfnn_original)
+        found, forward = rotary.calls(cls), cls.forward
         if found is not None:
-            made.forward = routed._within(made._hfnn_original.forward, found)
-            made._hfnn_when = f"{', '.join(dict.fromkeys(place.name for place in found.places))} inside, too"
+            return routed._within(forward, found)
+        return lambda self, like, *args, **kwargs: forward(self, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -315,19 +321,19 @@ def _usual(module, base, query, key, value, attention_mask, options):
     if isinstance(attention_mask, masks.Mask):
         attention_mask = attention_mask.dense()
     if base == "eager":
-        eager = getattr(type(module), "_hfnn_eager", None) or eager_of(type(module))
+        eager = eager_of(stock_of(module))
         return eager(module, query, key, value, attention_mask, **options)
     return usual.sdpa()(module, query, key, value, attention_mask, **options)
 
 
 def settle(model: nn.Module) -> None:
     """Give the view of its config to every converted attention module, and to everything that shares this config."""
-    configs = {id(views.plain(m.config)) for m in model.modules() if isinstance(m, Attention)}
+    configs = {id(views.plain(m.config)) for m in model.modules() if issubclass(target_of(m), Attention)}
     for module in model.modules() if configs else ():
         config = vars(module).get("config")
         if config is None or id(views.plain(config)) not in configs:
             continue
-        if isinstance(module, Attention) or not _asks(type(module)):
+        if issubclass(target_of(module), Attention) or not _asks(stock_of(module)):
             vars(module)["config"] = views.view(config)
         else:
             vars(module)["config"] = views.plain(config)

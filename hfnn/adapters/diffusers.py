@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hfnn.core.context import compiling
+from hfnn.core.holder import stock_of
 from hfnn.ops import attention
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
@@ -25,12 +26,12 @@ class Processed:
 
     @property
     def _hfnn_when(self) -> str:
-        found = _calls(self._hfnn_original, type(self.processor))
+        found = _calls(stock_of(self), type(self.processor))
         return "never: its processor calls none" if found is None else f"called in {found.where}"
 
     @staticmethod
-    def prepare(made: type) -> None:
-        made.forward = _with_processor(made._hfnn_original)
+    def forward_for(cls: type) -> Callable:
+        return _with_processor(cls)
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,19 @@ class Processing(Match):
 
 
 def _with_processor(original: type) -> Callable:
-    """The forward of such a class, with the same signature."""
+    """The forward of such a class."""
 
-    @functools.wraps(original.forward)
-    def forward(self, *args, **kwargs):
-        if compiling():
-            return original.forward(self, *args, **kwargs)
-        return _routed(original, type(self.processor))(self, *args, **kwargs)
+    def forward(self, like, *args, **kwargs):
+        run = None if compiling() else _routed(original, type(self.processor))
+        return original.forward(self, *args, **kwargs) if run is None else run(self, like, *args, **kwargs)
 
     return forward
 
 
 @functools.cache
-def _routed(original: type, processor: type) -> Callable:
+def _routed(original: type, processor: type) -> Callable | None:
     found = _calls(original, processor)
-    return original.forward if found is None else routed._within(original.forward, found)
+    return None if found is None else routed._within(original.forward, found)
 
 
 @functools.cache

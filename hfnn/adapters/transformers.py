@@ -13,6 +13,7 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.core.context import compiling
+from hfnn.core.holder import target_of
 from hfnn.deferred.head import Deferring, Head, deferrable, deferring
 from hfnn.deferred.product import Writes
 from hfnn.ops import linear
@@ -30,7 +31,7 @@ class Conv1D:
 
     def forward(self, x):
         y = linear.keeping_less(x, self.weight, self.bias, self.recompute, self.prefer, self.nf, self.exact)
-        return super().forward(x) if y is None else y
+        return type(self).forward(self, x) if y is None else y
 
 
 class LanguageModel(Writes):
@@ -44,18 +45,35 @@ class LanguageModel(Writes):
         """When the op is used, for `hfnn.report`."""
         if not self.defer:
             return "never: defer=False"
-        if isinstance(self.get_output_embeddings(), Head):
+        if target_of(self.get_output_embeddings()) is Head:
             return f"when labels are given, from {WORTH_LOGITS} logits on; logits are computed if they are read"
         return "never: its output embedding is not converted"
 
     @staticmethod
-    def prepare(made: type) -> None:
-        # Trainer, PEFT and generate read the signature.
-        made.forward = _with_deferred_logits(made._hfnn_original)
-        chosen = getattr(made._hfnn_original, "loss_function", None)
-        base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-        if isinstance(chosen, property) and chosen is getattr(base, "loss_function", None):  # not overridden by a class
-            made.loss_function = chosen.getter(_in_one_graph(chosen.fget))
+    def forward_for(cls: type):
+        return _with_deferred_logits(cls)
+
+    @staticmethod
+    def methods(model) -> tuple[str, ...]:
+        """transformers logs if the model's class does not name its loss, as GPT2LMHeadModel. That would end Dynamo's
+        graph before the loss."""
+        base, kind = sys.modules["transformers.modeling_utils"].PreTrainedModel, getattr(model, "loss_type", None)
+        known = type(model).loss_function is not base.loss_function or hasattr(model, "_loss_function")
+        return *Writes.methods(model), *(() if known or kind in _losses() else ("_loss_function",))
+
+    def _loss_function(self, *args, **kwargs):
+        """That of `PreTrainedModel.loss_function`, with its message outside of compiled code."""
+        kind, losses = getattr(self, "loss_type", None), _losses()
+        if kind not in losses and not compiling():
+            sys.modules["transformers.modeling_utils"].logger.warning_once(
+                f"`loss_type={kind}` was set in the config but it is unrecognized. "
+                f"Using the default loss: `ForCausalLMLoss`."
+            )
+        return losses.get(kind, losses["ForCausalLM"])(*args, **kwargs)
+
+
+def _losses() -> dict:
+    return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
 
 
 def _with_deferred_logits(original: type):
@@ -63,41 +81,27 @@ def _with_deferred_logits(original: type):
     names = list(inspect.signature(original.forward).parameters)
     place = names.index("labels") - 1 if "labels" in names else len(names)
 
-    @functools.wraps(original.forward)
+    own, compact = original.forward, original.__name__.endswith("ForMaskedLM")
+
+    @functools.wraps(own)
     def forward(self, *args, **kwargs):
         labels = args[place] if place < len(args) else kwargs.get("labels")
         head = None if labels is None or compiling() or not self.defer else _deferrable(self)
         if head is None:
-            return original.forward(self, *args, **kwargs)
-        compact = original.__name__.endswith("ForMaskedLM")
+            return own(self, *args, **kwargs)
         token = deferring.set(Deferring(head, compact, self.prefer))
         try:
-            return original.forward(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         finally:
             deferring.reset(token)
 
     return forward
 
 
-def _in_one_graph(chosen):
-    """The getter of `loss_function` without its log message, which would end Dynamo's graph before the loss.
-
-    transformers logs it if the model's class does not name its loss, as GPT2LMHeadModel.
-    """
-
-    def loss_function(self):
-        losses = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
-        if compiling() and not hasattr(self, "_loss_function") and getattr(self, "loss_type", None) not in losses:
-            return losses["ForCausalLM"]
-        return chosen(self)
-
-    return loss_function
-
-
 def _deferrable(model) -> nn.Module | None:
     """The head of the model if its logits may be deferred in this call."""
     head = model.get_output_embeddings()
-    if not isinstance(head, Head) or not deferrable(head) or vars(model).get("_is_replica"):
+    if target_of(head) is not Head or not deferrable(head) or vars(model).get("_is_replica"):
         return None
     return head
 
@@ -107,14 +111,14 @@ def rooms() -> dict[type, type]:
     return {} if found is None else {found: Conv1D}
 
 
-def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
-    """(its original class, the room) for a module identified by its place, not by its class, or None."""
-    if _is_language_model(module) and not isinstance(module, LanguageModel):
-        return type(module), LanguageModel
-    if type(module) in (nn.Linear, linear.Linear):
+def room_of(module: nn.Module, around: list[nn.Module]) -> type | None:
+    """The room for a module identified by its place, not by its class, or None."""
+    if _is_language_model(module) and target_of(module) is not LanguageModel:
+        return LanguageModel
+    if type(module) in (nn.Linear, linear.Linear) and target_of(module) is not Head:
         for outer in around:
             if _is_language_model(outer) and outer.get_output_embeddings() is module:
-                return nn.Linear, Head
+                return Head
     return None
 
 
@@ -146,7 +150,7 @@ def _is_language_model(module) -> bool:
 
 def _is_plain(head) -> bool:
     """Whether this is a linear map on plain parameters: not quantised, not LoRA, not sharded."""
-    return type(head) in (nn.Linear, linear.Linear) or isinstance(head, Head)
+    return type(head) in (nn.Linear, linear.Linear)
 
 
 def _head(module):

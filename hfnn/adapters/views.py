@@ -104,11 +104,6 @@ def _derived(cls: type) -> type:
     return type(cls)(cls.__name__, (cls,), names)
 
 
-def original(cls: type) -> type:
-    """The class of a module without hfnn."""
-    return getattr(cls, "_hfnn_original", cls)
-
-
 def constants(code: types.CodeType) -> frozenset:
     """The strings in a code object, including those in tuples and in nested code."""
     found = set()

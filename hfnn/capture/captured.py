@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import threading
-import weakref
+import types
 from collections.abc import Callable
 
 import torch
@@ -30,10 +30,10 @@ from hfnn.capture.pair import HELD, Pair, Pool
 from hfnn.capture.watch import HostDraws, Snapshot, autocast_state, foreign_hooks
 from hfnn.core import kernel, parts
 from hfnn.core.context import compiling, context
+from hfnn.core.holder import Bound, holder_of
 from hfnn.core.kernel import log
 from hfnn.deferred.logits import Deferred
 from hfnn.memory.peak import tensors as tensors_of
-from hfnn.patterns.probe import _NoHook
 
 WARM, SHAPES = 3, 8  # calls before a key is recorded; keys with graphs at once
 IDLE = 16  # a graph may be replaced after this many calls of other keys for each of SHAPES
@@ -99,22 +99,54 @@ class Kind:
     last: int = 0
 
 
-class Capture:
-    """What a captured model knows about its calls. counts: replays, and uncaptured calls by reason."""
+class Capture(Bound):
+    """The owner of a captured model's forward, and what it knows about its calls. A copy, or an unpickled one, starts
+    empty.
 
-    def __init__(self, shapes: int = SHAPES):
-        self.shapes, self.counts = shapes, collections.Counter()
+    inner: the forward that the instance had before, or None; counts: replays, and uncaptured calls by reason.
+    """
+
+    def __init__(self, model: nn.Module, inner: Callable | None = None, shapes: int = SHAPES):
+        super().__init__(model)
+        self.inner, self.shapes, self.counts = inner, shapes, collections.Counter()
         self._lock = threading.Lock()
-        self._model, self._recorder, self._others = lambda: None, None, []
-        self._clear()
-
-    def _clear(self) -> None:
+        self._recorder, self._others = None, []
         self._kinds: dict[tuple, Kind] = {}
         self._pool, self._backend, self._stream, self._calls = Pool(), None, None, 0
         self._modules: list[nn.Module] | None = None
 
-    def __reduce__(self):  # a copy, or an unpickled object, starts empty
-        return Capture, (self.shapes,)
+        @functools.wraps(type(model).forward)
+        def forward(capture, *args, **kwargs):
+            if not capture.on or compiling():  # Dynamo cannot take the lock of a Capture
+                return capture.own(capture.module(), *args, **kwargs)
+            return capture(capture.module(), _own, args, kwargs)
+
+        self._forward = forward
+
+    @property
+    def forward(self):
+        """Replays, with the signature of the model's own."""
+        return types.MethodType(self._forward, self)
+
+    def own(self, model: nn.Module, *args, **kwargs):
+        """The model's forward, uncaptured."""
+        if model is None:
+            raise ReferenceError("this forward's model was freed: keep the model, not only its forward")
+        forward = functools.partial(type(model).forward, model) if self.inner is None else self.inner
+        return forward(*args, **kwargs)
+
+    def _how(self) -> tuple:
+        return self.inner, self.shapes
+
+    def release(self) -> None:
+        """Undoes `capture`."""
+        own = vars(self.module())
+        for name in self.names():
+            del own[name]
+        if self.inner is not None and getattr(getattr(self.inner, "__self__", None), "on", True):
+            own.setdefault("forward", self.inner)
+        own.pop("_hfnn_capture", None)
+        self.on = False
 
     def __call__(self, model: nn.Module, forward, args, kwargs):
         """`forward(model, *args, **kwargs)`, replayed if possible."""
@@ -124,9 +156,6 @@ class Capture:
                     pass
             return self._beside(model, forward, args, kwargs)
         try:
-            if self._model() is None:
-                self._clear()
-                self._model = weakref.ref(model)
             try:
                 call = self._call(model, args, kwargs)
                 return self._one(model, forward, call, args, kwargs)
@@ -146,8 +175,6 @@ class Capture:
 
     def _call(self, model, args, kwargs) -> Call:
         """The call with its whole key. Raises Unfit if no graph can be used."""
-        if self._model() is not model:
-            raise Unfit("this is a copy of the model that was captured")
         if self._backend is None and (first := next(model.parameters(), None)) is not None:
             self._backend = graph.backend(first.device, model)
             self._stream = self._backend and self._backend.stream()
@@ -363,84 +390,55 @@ def _switches() -> tuple:
     )
 
 
-# The class of a captured model
+def _own(model: nn.Module, *args, **kwargs):
+    """The forward of a captured model, uncaptured: no method of its Capture, which holds this function."""
+    found = of(model)
+    return model.forward(*args, **kwargs) if found is None else found.own(model, *args, **kwargs)
 
 
-class Captured(_NoHook):
-    """Mixin for a captured model, whose `_hfnn_capture` is a Capture."""
-
-    def __reduce_ex__(self, protocol):
-        plain, cls = type(self)._hfnn_plain, type(self)
-        object.__setattr__(self, "__class__", plain)
-        try:
-            make, args, *rest = self.__reduce_ex__(max(protocol, 2))
-        finally:
-            object.__setattr__(self, "__class__", cls)
-        return _made, (make, *args), *rest
-
-
-def _made(make, *args):
-    found = make(*args)
-    object.__setattr__(found, "__class__", _class(type(found)))
-    return found
-
-
-_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
-
-
-def _class(plain: type) -> type:
-    """The subclass of a model's class whose forward calls its Capture."""
-    made = _classes.get(id(plain))
-    if made is None:
-
-        @functools.wraps(plain.forward)
-        def forward(self, *args, **kwargs):
-            if compiling():  # Dynamo cannot take the lock of a Capture
-                return plain.forward(self, *args, **kwargs)
-            return vars(self)["_hfnn_capture"](self, plain.forward, args, kwargs)
-
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-        made = type(plain)(plain.__name__, (Captured, plain), {**names, "_hfnn_plain": plain, "forward": forward})
-        _classes[id(plain)] = made
-    return made
+def of(model: nn.Module) -> Capture | None:
+    """The Capture of a captured model."""
+    found = vars(model).get("_hfnn_capture")
+    return found if isinstance(found, Capture) and found.module() is model else None
 
 
 def capture(model: nn.Module, shapes: int = SHAPES) -> None:
     """Make the model's forward replayed, if its device has graphs."""
     if all(not t.is_cuda for t in (*model.parameters(), *model.buffers())) and graph.backend is graph.of_device:
         log.warning("capture=True has no effect until %s is on a GPU: the CPU has no graphs", type(model).__name__)
-    if not isinstance(model, Captured):
-        object.__setattr__(model, "__class__", _class(type(model)))
-    vars(model)["_hfnn_capture"] = Capture(shapes)
+    release(model)
+    made = Capture(model, vars(model).get("forward"), shapes)
+    made.put(("forward",) if holder_of(model) else Bound.NAMES)
+    vars(model)["_hfnn_capture"] = made
 
 
 def release(model: nn.Module) -> None:
     """Undo `capture` everywhere in a model."""
-    for module in model.modules():
-        if isinstance(module, Captured):
-            object.__setattr__(module, "__class__", type(module)._hfnn_plain)
-            vars(module).pop("_hfnn_capture", None)
+    for found in filter(None, map(of, model.modules())):
+        found.release()
 
 
 @contextlib.contextmanager
 def set_aside(model: nn.Module):
     """Calls inside the `with` block run uncaptured, and are not counted."""
-    found = [(m, type(m)) for m in model.modules() if isinstance(m, Captured)]
-    for module, cls in found:
-        object.__setattr__(module, "__class__", cls._hfnn_plain)
+    found = [each for each in map(of, model.modules()) if each is not None]
+    for each in found:
+        each.on = False
     try:
         yield
     finally:
-        for module, cls in found:
-            object.__setattr__(module, "__class__", cls)
+        for each in found:
+            each.on = True
 
 
 def explain(model: nn.Module) -> str | None:
     """A summary of a captured model's calls for `hfnn.report`, or None."""
-    return vars(model)["_hfnn_capture"].report() if isinstance(model, Captured) else None
+    found = of(model)
+    return None if found is None else found.report()
 
 
 def pool_bytes(model: nn.Module, *, unseen: bool = False) -> int:
     """Bytes of memory that the graphs of a captured model use. unseen: minus those that torch counts as allocated."""
-    backend = vars(model)["_hfnn_capture"]._backend if isinstance(model, Captured) else None
+    found = of(model)
+    backend = None if found is None else found._backend
     return 0 if backend is None else backend.pool_bytes() - (backend.used_bytes() if unseen else 0)

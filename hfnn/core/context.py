@@ -9,6 +9,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from hfnn.core.holder import foreign_forward
+
 # Imported as names, because each look-up counts in a small call. Dynamo identifies the function by its identity.
 Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -110,9 +112,12 @@ def in_checkpoint() -> bool:
 
 
 def transformed() -> bool:
-    """Whether a compiler, a functorch transform or forward AD runs the call. hfnn then calls torch's own ops, so a
-    module's own code runs: it may have more ops than its definition, such as a product with 1."""
-    return compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a compiler, a tracer, a functorch transform or forward AD runs the call. hfnn then calls torch's own ops,
+    so a module's own code runs: it may have another order than its definition, or more ops, such as a product with 1.
+    """
+    if compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch._C._get_tracing_state() is not None or _proxies()
 
 
 def is_bare(module) -> bool:
@@ -122,7 +127,7 @@ def is_bare(module) -> bool:
         or module._forward_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in vars(module)
+        or foreign_forward(module)
         or torch_module._global_forward_pre_hooks
         or torch_module._global_forward_hooks
         or torch_module._global_backward_hooks

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hfnn.core.context import capturing, compiling, in_checkpoint
+from hfnn.core.holder import foreign_forward
 from hfnn.deferred.logits import Deferred, defer
 from hfnn.deferred.product import Outcome, Writes
 from hfnn.ops import linear
@@ -83,17 +84,18 @@ class Use:
 
 
 class Head(Writes, linear.Linear):
-    """The output layer of a model, deferred where only a loss uses its logits; else `hfnn.Linear`."""
+    """The output layer of a model, deferred where only a loss uses its logits; else `hfnn.Linear`. One that is found by
+    use has a `Use` in `vars(module)["_hfnn_use"]`."""
 
     defer = True
-    _hfnn_use: Use | None = None  # of a layer that is found by use
 
     @property
     def _hfnn_when(self) -> str:
         """When the logits are deferred, for `hfnn.report`."""
-        if self._hfnn_use is None or not self.defer:
+        use = vars(self).get("_hfnn_use")
+        if use is None or not self.defer:
             return ""
-        if self._hfnn_use.read >= CALLS:
+        if use.read >= CALLS:
             return "logits are computed: other operations than a loss read them"
         fewest = FEWEST if self.prefer == "memory" else WORTH_LOGITS
         return f"in training, from {fewest} logits on, they are computed if they are read"
@@ -104,11 +106,11 @@ class Head(Writes, linear.Linear):
             if now is not None and now.head is self:
                 if not passes(input.shape[:-1].numel(), self.weight, now.prefer):
                     logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
-            elif self.defer and self._hfnn_use is not None:
-                logits = self._hfnn_use.logits(self, input)
+            elif self.defer and (use := vars(self).get("_hfnn_use")) is not None:
+                logits = use.logits(self, input)
             if logits is not None:
                 return logits
-        return super().forward(input)
+        return linear.Linear.forward(self, input)
 
 
 def deferrable(head: nn.Module) -> bool:
@@ -117,7 +119,7 @@ def deferrable(head: nn.Module) -> bool:
     kinds = "forward_hooks", "backward_hooks", "backward_pre_hooks"
     return not (
         any(getattr(head, f"_{kind}") or getattr(torch_module, f"_global_{kind}") for kind in kinds)
-        or "forward" in vars(head)
+        or foreign_forward(head)
         or vars(head).get("_is_replica")
     )
 

@@ -253,15 +253,20 @@ def compute_held(params) -> None:
 
 
 class Writes:
-    """Mixed in before modules that write to the weights of heads, or move them: unread logits are computed first."""
+    """For modules that write to the weights of heads, or move them: unread logits are computed first."""
+
+    @staticmethod
+    def methods(module) -> tuple[str, ...]:
+        """Those that hang on a converted module."""
+        return "_load_from_state_dict", "_apply"
 
     def _load_from_state_dict(self, *args, **kwargs):
         compute_held(self.parameters())
-        super()._load_from_state_dict(*args, **kwargs)
+        type(self)._load_from_state_dict(self, *args, **kwargs)
 
     def _apply(self, *args, **kwargs):
         compute_held(self.parameters())
-        return super()._apply(*args, **kwargs)
+        return type(self)._apply(self, *args, **kwargs)
 
 
 def _keep_all(ref: weakref.ref) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from hfnn.capture import captured
 from hfnn.convert import convert, revert
 from hfnn.core import parts
+from hfnn.core.holder import added, holder_of
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.node import counter
 from hfnn.core.options import one_of
@@ -327,20 +328,33 @@ def _same_randomness(model) -> contextlib.AbstractContextManager:
     return torch.random.fork_rng(list(devices))
 
 
+def _put(module) -> set[str]:
+    """The names in a module's dict that are hfnn's."""
+    own = {"prefer", "exact"} if is_converted(module) else set()
+    return {name for name in own | added(module) if name in vars(module)}
+
+
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restores the classes of modules, their preference, their buffers and the buffers' values."""
-    own = ("prefer", "exact", "_hfnn_capture")
-    before = [(m, type(m), [(n, vars(m)[n]) for n in own if n in vars(m)], dict(m._buffers)) for m in model.modules()]
+    # Restored in the end: the class, and what hfnn has put into a module, in its place: captured models compare it.
+    before = [
+        (m, type(m), [*vars(m)], {n: vars(m)[n] for n in _put(m)}, holder_of(m), dict(m._buffers))
+        for m in model.modules()
+    ]
     copies = [(buffer, parts.copy(buffer)) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, cls, attributes, buffers in before:
+        for module, cls, order, attributes, holder, buffers in before:
             object.__setattr__(module, "__class__", cls)
-            for name in own:
-                vars(module).pop(name, None)
-            vars(module).update(attributes)
+            gone = _put(module) - attributes.keys()
+            state = {name: value for name, value in vars(module).items() if name not in gone} | attributes
+            vars(module).clear()
+            vars(module).update({name: state[name] for name in order if name in state} | state)
+            for owner in (holder, vars(module).get("_hfnn_capture")):
+                if owner is not None:
+                    owner.on = True
             module._buffers.clear()
             module._buffers.update(buffers)
         for buffer, copy in copies:  # not detectable by `_version`, which batch norm does not change

@@ -284,7 +284,7 @@ class _Module:
 
     def forward(self, input: Tensor) -> Tensor:
         if compiling() or not is_plain(input):
-            return super().forward(input)
+            return nn.modules.batchnorm._BatchNorm.forward(self, input)
         self._check_input_dim(input)
         return batch_norm(input, *arguments(self), prefer=self.prefer)
 

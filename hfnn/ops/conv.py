@@ -13,7 +13,7 @@ would wait for.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -226,39 +226,38 @@ def conv_transpose3d(
     return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-class _Conv:
-    """Common base of the modules. `prefer` is set by `hfnn.convert`. torch's forward runs for other padding modes, and
-    if the instance has another `_conv_forward`.
-    """
+def _forward(call: Callable, base: type) -> Callable:
+    """The forward of a module by `call`. torch's runs for other padding modes, and if the instance has another
+    `_conv_forward`."""
 
-    prefer = "auto"
-
+    @functools.wraps(base.forward)
     def forward(self, input: Tensor) -> Tensor:
         if self.padding_mode != "zeros" or compiling() or "_conv_forward" in self.__dict__:
-            return super().forward(input)
+            return base.forward(self, input)
         # As in the functions, without the call.
-        y = self._hfnn_call(
-            input, self.weight, self.bias, self.stride, self.padding, self.dilation, 0, self.groups, self.prefer
-        )
-        return super().forward(input) if y is NotImplemented else y
+        y = call(input, self.weight, self.bias, self.stride, self.padding, self.dilation, 0, self.groups, self.prefer)
+        return base.forward(self, input) if y is NotImplemented else y
+
+    return forward
 
 
-class _ConvTranspose:
-    """As `_Conv`. torch's forward also runs if an output size is requested."""
+def _transposed(call: Callable, base: type) -> Callable:
+    """As `_forward`. torch's forward also runs if an output size is requested."""
 
-    prefer = "auto"
-
+    @functools.wraps(base.forward)
     def forward(self, input: Tensor, output_size: int | Sequence[int | None] | None = None) -> Tensor:
         if output_size is not None or self.padding_mode != "zeros" or compiling() or "_output_padding" in self.__dict__:
-            return super().forward(input, output_size)
-        y = self._hfnn_call(
+            return base.forward(self, input, output_size)
+        y = call(
             input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.output_padding, self.groups,
             self.prefer,
         )  # fmt: skip
-        return super().forward(input) if y is NotImplemented else y
+        return base.forward(self, input) if y is NotImplemented else y
+
+    return forward
 
 
-class Conv1d(_Conv, nn.Conv1d):
+class Conv1d(nn.Conv1d):
     """`torch.nn.Conv1d`: the same arguments, defaults and state dict.
 
     Args:
@@ -275,10 +274,10 @@ class Conv1d(_Conv, nn.Conv1d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv1d
+    prefer, forward = "auto", _forward(_conv1d, nn.Conv1d)
 
 
-class Conv2d(_Conv, nn.Conv2d):
+class Conv2d(nn.Conv2d):
     """`torch.nn.Conv2d`: the same arguments, defaults and state dict.
 
     Args:
@@ -295,10 +294,10 @@ class Conv2d(_Conv, nn.Conv2d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv2d
+    prefer, forward = "auto", _forward(_conv2d, nn.Conv2d)
 
 
-class Conv3d(_Conv, nn.Conv3d):
+class Conv3d(nn.Conv3d):
     """`torch.nn.Conv3d`: the same arguments, defaults and state dict.
 
     Args:
@@ -315,10 +314,10 @@ class Conv3d(_Conv, nn.Conv3d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv3d
+    prefer, forward = "auto", _forward(_conv3d, nn.Conv3d)
 
 
-class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+class ConvTranspose1d(nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d`: the same arguments, defaults and state dict.
 
     Args:
@@ -336,10 +335,10 @@ class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv_transpose1d
+    prefer, forward = "auto", _transposed(_conv_transpose1d, nn.ConvTranspose1d)
 
 
-class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+class ConvTranspose2d(nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d`: the same arguments, defaults and state dict.
 
     Args:
@@ -357,10 +356,10 @@ class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv_transpose2d
+    prefer, forward = "auto", _transposed(_conv_transpose2d, nn.ConvTranspose2d)
 
 
-class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+class ConvTranspose3d(nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d`: the same arguments, defaults and state dict.
 
     Args:
@@ -378,7 +377,7 @@ class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
         dtype: Of the parameters.
     """
 
-    _hfnn_call = _conv_transpose3d
+    prefer, forward = "auto", _transposed(_conv_transpose3d, nn.ConvTranspose3d)
 
 
 def _sample(dims, case, dtype, device, generator=None):

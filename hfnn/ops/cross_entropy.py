@@ -313,7 +313,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     prefer = "auto"
-    z_loss, logit_scale = 0.0, 1.0  # the values of a converted torch module
+    z_loss, logit_scale = 0.0, 1.0
     softcap: float | None = None
 
     def __init__(
@@ -333,6 +333,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        own = isinstance(self, CrossEntropyLoss)  # not torch's, converted
+        more = {"z_loss": self.z_loss, "softcap": self.softcap, "logit_scale": self.logit_scale} if own else {}
         return cross_entropy(
             input,
             target,
@@ -340,10 +342,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
             prefer=self.prefer,
+            **more,
         )
 
 

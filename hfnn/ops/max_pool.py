@@ -9,6 +9,7 @@ on the GPU, where torch adds atomically. As in torch, the first of equal numbers
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -379,29 +380,29 @@ class _Module:
 
     prefer = "auto"
 
-    def _arguments(self):
-        return self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, self.return_indices
+
+_of = operator.attrgetter("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
 
 class MaxPool1d(_Module, nn.MaxPool1d):
     """`torch.nn.MaxPool1d`: the same arguments and defaults."""
 
     def forward(self, input: Tensor) -> Tensor | Any:
-        return max_pool1d(input, *self._arguments(), prefer=self.prefer)
+        return max_pool1d(input, *_of(self), prefer=self.prefer)
 
 
 class MaxPool2d(_Module, nn.MaxPool2d):
     """`torch.nn.MaxPool2d`: the same arguments and defaults."""
 
     def forward(self, input: Tensor) -> Tensor | Any:
-        return max_pool2d(input, *self._arguments(), prefer=self.prefer)
+        return max_pool2d(input, *_of(self), prefer=self.prefer)
 
 
 class MaxPool3d(_Module, nn.MaxPool3d):
     """`torch.nn.MaxPool3d`: the same arguments and defaults."""
 
     def forward(self, input: Tensor) -> Tensor | Any:
-        return max_pool3d(input, *self._arguments(), prefer=self.prefer)
+        return max_pool3d(input, *_of(self), prefer=self.prefer)
 
 
 _1D.modules[nn.MaxPool1d] = MaxPool1d

@@ -257,6 +257,20 @@ def _layers(module, x_TBI, hx) -> tuple:
     return x, *(torch.cat(each) for each in zip(*ends, strict=True))
 
 
+def _states(module, x, hx, dims: int) -> tuple | None:
+    """The initial states, (layers x directions, B, H) each; None if hx has no such tensors."""
+    directions, kinds = (1 + module.bidirectional) * module.num_layers, 1 + (module.mode == "LSTM")
+    if hx is None:
+        widths = (module.proj_size or module.hidden_size, module.hidden_size)[:kinds]
+        return tuple(x.new_zeros(directions, x.shape[0 if module.batch_first else 1], n) for n in widths)
+    given = hx if kinds == 2 else (hx,)
+    if type(given) not in (tuple, list) or len(given) != kinds:
+        return None
+    if any(not isinstance(t, torch.Tensor) or t.dim() != dims for t in given):
+        return None
+    return tuple(t.unsqueeze(1) if dims == 2 else t for t in given)
+
+
 class _Module:
     """Common base of the three modules. `prefer` is set by `hfnn.convert`."""
 
@@ -266,22 +280,23 @@ class _Module:
         self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Any]:
         # torch handles everything that is not requested, not supported or wrong, and raises the errors.
+        stock = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(self.mode, nn.RNN).forward
         if self.prefer != "memory" or compiling() or not torch.is_grad_enabled() or forced() == "torch":
-            return super().forward(input, hx)
+            return stock(self, input, hx)
         if isinstance(input, PackedSequence) or not isinstance(input, torch.Tensor) or input.dim() not in (2, 3):
             log_once(OPS[self.mode], "takes tensors of 2 or 3 dimensions, no packed sequences", torch.float32)
-            return super().forward(input, hx)
+            return stock(self, input, hx)
         self._update_flat_weights()
         at = 0 if self.batch_first else 1  # dimension of the batch
         x = input.unsqueeze(at) if input.dim() == 2 else input
-        states = self._states(x, hx, input.dim())
+        states = _states(self, x, hx, input.dim())
         if states is None:
-            return super().forward(input, hx)
+            return stock(self, input, hx)
         self.check_forward_args(x, states if self.mode == "LSTM" else states[0], None)
         why = _refusal(self, x, states)
         if why is not None:
             log_once(OPS[self.mode], why, x.dtype)
-            return super().forward(input, hx)
+            return stock(self, input, hx)
         # Contiguous, as torch keeps it. A batch-first input is copied, so later writes to it have no effect.
         y, *states = _layers(self, (x.transpose(0, 1) if self.batch_first else x).contiguous(), states)
         if self.batch_first:  # as in torch, where only an LSTM's result is a view
@@ -289,19 +304,6 @@ class _Module:
         if input.dim() == 2:
             y, states = y.squeeze(at), [t.squeeze(1) for t in states]
         return y, self.permute_hidden(tuple(states) if self.mode == "LSTM" else states[0], None)
-
-    def _states(self, x, hx, dims: int) -> tuple | None:
-        """The initial states, (layers x directions, B, H) each; None if hx has no such tensors."""
-        directions = (1 + self.bidirectional) * self.num_layers
-        if hx is None:
-            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: 1 + (self.mode == "LSTM")]
-            return tuple(x.new_zeros(directions, x.shape[0 if self.batch_first else 1], n) for n in widths)
-        given = hx if self.mode == "LSTM" else (hx,)
-        if type(given) not in (tuple, list) or len(given) != 1 + (self.mode == "LSTM"):
-            return None
-        if any(not isinstance(t, torch.Tensor) or t.dim() != dims for t in given):
-            return None
-        return tuple(t.unsqueeze(1) if dims == 2 else t for t in given)
 
 
 class LSTM(_Module, nn.LSTM):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core.context import compiling, is_bare, is_plain
+from hfnn.core.holder import stock_of
 from hfnn.ops.batch_norm import ACT, _activated, arguments, batch_norm_act
 from hfnn.patterns import probe
 from hfnn.patterns.kinds import ACTIVATIONS_OF as _ACTIVATIONS
@@ -38,11 +39,11 @@ class OwnAct:
     _hfnn_one_input = True  # the op's size limit applies to it
     _hfnn_when = "while the op has its activation, and it carries no hooks, which would not be called"
 
-    def forward(self, *args, **kwargs):
+    def forward(self, like, *args, **kwargs):
         y = None
         if len(args) == 1 and not kwargs and not compiling() and is_plain(args[0]):
-            y = self._hfnn_like.fused(self, args[0])
-        return super().forward(*args, **kwargs) if y is None else y
+            y = like.fused(self, args[0])
+        return stock_of(self).forward(self, *args, **kwargs) if y is None else y
 
 
 @dataclass(frozen=True)

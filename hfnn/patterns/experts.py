@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hfnn.core.context import context, is_bare, is_plain, transformed
+from hfnn.core.holder import like_of, stock_of
 from hfnn.core.node import below, carries, described
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
@@ -29,6 +30,7 @@ from hfnn.patterns.kinds import function_of, likeness
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, bound, check, watched
 from hfnn.patterns.rows import PRODUCTS
+from hfnn.patterns.subclass import holds
 from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
@@ -38,21 +40,26 @@ class MixtureOfExperts:
     """Mixin for such a module."""
 
     prefer, exact = "auto", False
+
+    @staticmethod
+    def methods(module) -> tuple[str, ...]:
+        return ("_apply_gate",)
+
     _hfnn_when = "while its activation carries no hooks, which would not be called"
 
     def _apply_gate(self, gate_up_out):
         if not is_plain(gate_up_out) or not _open(self):
-            return super()._apply_gate(gate_up_out)
-        return gated(gate_up_out, None, self._hfnn_like.f, prefer=self.prefer)
+            return stock_of(self)._apply_gate(self, gate_up_out)
+        return gated(gate_up_out, None, like_of(self).f, prefer=self.prefer)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, like, hidden_states, top_k_index, top_k_weights):
         # Older versions of transformers lack the attribute, but have the same loop.
         parallel = getattr(self, "_is_expert_parallel", False)
         compute = None if parallel else _WAYS.get(self.config._experts_implementation)
         if compute is None or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+            return stock_of(self).forward(self, hidden_states, top_k_index, top_k_weights)
         if compute is grouped and not _has_grouped(hidden_states, self.gate_up_proj):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+            return stock_of(self).forward(self, hidden_states, top_k_index, top_k_weights)
         return compute(self, hidden_states, top_k_index, top_k_weights)
 
 
@@ -73,14 +80,14 @@ class Experts(Match):
 
 
 def _open(module) -> bool:
-    like = module._hfnn_like
+    like = like_of(module)
     act = module._modules[like.act]
-    return not transformed() and module._hfnn_holds() and is_bare(act) and function_of(act) == like.f
+    return not transformed() and holds(module) and is_bare(act) and function_of(act) == like.f
 
 
 def loop(module, x_TH, index_TK, weight_TK):
     """The sum over the experts, in their order; T tokens, each to K of E experts. Index E means no expert."""
-    product = functools.partial(gated, activation=module._hfnn_like.f, prefer=module.prefer)
+    product = functools.partial(gated, activation=like_of(module).f, prefer=module.prefer)
     project = functools.partial(linear, prefer=module.prefer, exact=module.exact)
     y_TH = torch.zeros_like(x_TH)
     for e in torch.unique(index_TK).tolist():

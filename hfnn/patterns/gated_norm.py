@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hfnn.core.context import compiling, is_plain
+from hfnn.core.holder import stock_of
 from hfnn.ops import rms_norm
 from hfnn.ops.gated import GATES, gated
 from hfnn.patterns import lookalike, probe
@@ -34,11 +35,11 @@ class NormGate:
 
     prefer = "auto"
 
-    def forward(self, *args, **kwargs):
+    def forward(self, like, *args, **kwargs):
         y = None
         if len(args) == 2 and not kwargs and not compiling() and all(map(is_plain, args)):
-            y = self._hfnn_like.fused(self, *args)
-        return super().forward(*args, **kwargs) if y is None else y
+            y = like.fused(self, *args)
+        return stock_of(self).forward(self, *args, **kwargs) if y is None else y
 
 
 @dataclass(frozen=True)

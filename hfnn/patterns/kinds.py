@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hfnn.core.holder import like_of
 from hfnn.patterns import lookalike
-from hfnn.patterns.subclass import FORWARDS, ROOMS, original
+from hfnn.patterns.subclass import FORWARDS, ROOMS, holds, original
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def function_of(part) -> str | None:
     cls = type(part)
     if cls.__call__ is not nn.Module.__call__:
         return None
-    like = getattr(cls, "_hfnn_like", None)
+    like = like_of(part)
     if like is not None:
-        return _form(like) if part._hfnn_holds() else None
+        return _form(like) if holds(part) else None
     cls = original(cls) or cls
     base = next((base for base in cls.__mro__ if base in _TORCH), None)
     if base is None or cls.forward not in (FORWARDS[base][0], ROOMS[base].forward):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hfnn.core.context import compiling, is_plain
+from hfnn.core.holder import stock_of
 from hfnn.ops import linear
 from hfnn.patterns import probe, proof
 from hfnn.patterns.probe import Refusal
@@ -25,18 +26,18 @@ class Mapped:
 
     prefer, recompute, exact = "auto", False, False
 
-    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+    def _hfnn_small(self, like, args: tuple, kwargs: dict) -> bool:
         if len(args) != 1 or kwargs:
             return False
-        return linear.is_torchs(args[0], self.recompute, self.prefer, self._hfnn_like.casts)
+        return linear.is_torchs(args[0], self.recompute, self.prefer, like.casts)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, like, *args, **kwargs):
         if len(args) == 1 and not kwargs and not compiling() and is_plain(args[0]):
             given = args[0], self.weight, self.bias, self.recompute, self.prefer
-            y = linear.keeping_less(*given, exact=self.exact, casts=self._hfnn_like.casts)
+            y = linear.keeping_less(*given, exact=self.exact, casts=like.casts)
             if y is not None:
                 return y
-        return super().forward(*args, **kwargs)
+        return stock_of(self).forward(self, *args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from hfnn import ops
-from hfnn.core.context import autocasting, is_plain
+from hfnn.core.context import autocasting, is_plain, transformed
+from hfnn.core.holder import holder_of, stock_of
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
@@ -41,15 +42,15 @@ class LookAlike:
     prefer = "auto"
     _hfnn_one_input = True  # the op's size limit applies to it
 
-    def forward(self, input):
-        if not torch.compiler.is_compiling() and is_plain(input):
-            like, out = self._hfnn_like, _out_dtype(self, input)
+    def forward(self, like, input):
+        if not transformed() and is_plain(input):
+            out = _out_dtype(self, like, input)
             # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
             if (out is input.dtype or out is torch.float32) and (like.half or input.dtype is not torch.float16):
                 y = like.fused(self, input, out)
                 if y is not None:
                     return y
-        return super().forward(input)
+        return stock_of(self).forward(self, input)
 
 
 @functools.cache
@@ -57,8 +58,15 @@ def _op(name: str):
     return next(op for op in ops.ALL if op.name == name)
 
 
+class _Like(Match):
+    @functools.cached_property
+    def dtypes(self) -> dict:
+        """The dtypes of results, by those of what they are made of."""
+        return {}
+
+
 @dataclass(frozen=True)
-class NormLike(Match):
+class NormLike(_Like):
     """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number.
 
     half: whether it equals the op in float16, too.
@@ -98,7 +106,7 @@ class NormLike(Match):
 
 
 @dataclass(frozen=True)
-class ActivationLike(Match):
+class ActivationLike(_Like):
     """An activation without parameters. form: one of the op's `likes`; half: as in NormLike."""
 
     room: str
@@ -121,7 +129,7 @@ class ActivationLike(Match):
         return self.op.reference(x, **self.op.likes[self.form])
 
 
-def _out_dtype(module, x) -> torch.dtype | None:
+def _out_dtype(module, like, x) -> torch.dtype | None:
     """The dtype that the module's own code returns for x; found by running a clone on an empty tensor.
 
     None for float64, which is not proved, because many authors round to float32 on the way.
@@ -131,9 +139,10 @@ def _out_dtype(module, x) -> torch.dtype | None:
     weight = next(iter(module._parameters.values()), None)
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if autocasting(x) else None
-    known, key = module._hfnn_dtypes, (x.dtype, None if weight is None else weight.dtype, device, autocast)
+    known, key = like.dtypes, (x.dtype, None if weight is None else weight.dtype, device, autocast)
     if key not in known:
-        own = type(module)._hfnn_original
+        holder = holder_of(module)
+        own = stock_of(module) if holder is None else holder.cls
         with torch.no_grad():
             clone = probe.clone(module, probe.Notes(module), module.training, module._parameters, cls=own)
             known[key] = own.forward(clone, x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype

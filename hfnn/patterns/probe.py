@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from hfnn.core.holder import added
+
 CONTAINERS = (list, dict, set)
 MODULE_STATE = frozenset(vars(nn.Module()))
 _NOTES = "_hfnn_notes"  # key in the dict of a watched object
@@ -89,6 +91,8 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 def frozen(value):
     """The comparison key of a value: instances often hold their own `partial` or bound method."""
+    if hasattr(type(value), "_hfnn_of"):  # a view of a config (hfnn/adapters/views.py)
+        value = value._hfnn_of
     if isinstance(value, functools.partial):
         return functools.partial, value.func, frozen(value.args), frozen(value.keywords)
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
@@ -99,7 +103,7 @@ def frozen(value):
         return type(value), tuple((name, frozen(each)) for name, each in value.items())
     if isinstance(value, set):
         return type(value), frozenset(value)
-    return (type(value), value) if isinstance(value, VALUES) else (type(value), _Itself(value))
+    return (type(value), value) if isinstance(value, VALUES) else _Itself(value)
 
 
 def _of_note(value, name: str):
@@ -255,7 +259,8 @@ def _of_path(value, path: tuple[str, ...], notes: Notes):
 
 def attributes(module: nn.Module) -> dict:
     """The author's attributes of the module, besides parameters."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_STATE and name != "prefer"}
+    ours = {"prefer"} | added(module)
+    return {name: value for name, value in vars(module).items() if name not in MODULE_STATE and name not in ours}
 
 
 def clone(

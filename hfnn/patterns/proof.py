@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
 from hfnn.patterns import probe
+from hfnn.patterns.held import Held
 from hfnn.patterns.names import outside
 from hfnn.patterns.probe import NOTHING, Reads, Refusal, of_class
 from hfnn.testing import error
@@ -49,6 +50,10 @@ class Match:
 
     reads: Reads = NOTHING
     mixin = op = None
+
+    def depends(self, cls: type) -> Held:
+        """What a conversion of modules of this class depends on."""
+        return Held(cls, self.reads)
 
 
 class Differs(Refusal):

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from hfnn.core.context import is_bare, is_plain, transformed
+from hfnn.core.holder import like_of, stock_of, target_of
 from hfnn.core.kernel import forced
 from hfnn.ops import dropout, layer_norm
 from hfnn.ops.gated import OP
@@ -33,9 +34,8 @@ class Rewritten:
     prefer = "auto"
     _hfnn_when = "while the fused parts are those of the proof and carry no hooks, which would not be called"
 
-    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+    def _hfnn_small(self, like, args: tuple, kwargs: dict) -> bool:
         """Whether torch's own ops would compute the product between the maps, because it is small."""
-        like = self._hfnn_like
         if like.map is None or len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor or not args[0].dim():
             return False
         width, size = getattr(self._modules.get(like.map), "out_features", None), args[0].numel()
@@ -43,10 +43,9 @@ class Rewritten:
             return False
         return size // args[0].shape[-1] * width < like.op.floors[self.prefer][args[0].is_cuda]
 
-    def forward(self, *args, **kwargs):
-        like = self._hfnn_like
+    def forward(self, like, *args, **kwargs):
         if len(args) != like.inputs or kwargs or transformed() or not all(map(is_plain, args)) or not like.open(self):
-            return super().forward(*args, **kwargs)
+            return stock_of(self).forward(self, *args, **kwargs)
         return compiled(like.sources[self.training])(self, *args)
 
 
@@ -99,7 +98,7 @@ def _is_open(part, kind: str) -> bool:
     if kind == "identity":
         return type(part) is nn.Identity and is_bare(part)
     if kind in _ROOMS:
-        return type(part) is _ROOMS[kind] and is_bare(part)
+        return target_of(part) is _ROOMS[kind] and is_bare(part)
     return is_bare(part) and function_of(part) == kind
 
 
@@ -321,7 +320,7 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
         if module.activation == "relu" and isinstance(module, MLP):
             return {}
         return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
-    like = getattr(type(module), "_hfnn_like", None)
+    like = like_of(module)
     like, parts = like if isinstance(like, Fused) else read(module), module._modules
     if isinstance(like, Fused) and tuple(parts) != like.names:  # changed after it was converted
         return {}

@@ -22,6 +22,7 @@ from torch import nn
 
 from hfnn.core.classes import cache_by_class
 from hfnn.core.context import PLAIN, compiling
+from hfnn.core.holder import stock_of
 from hfnn.core.kernel import PREFERENCES, forced
 from hfnn.patch import PLACES, Place, here, install, uninstall
 from hfnn.patterns.probe import Refusal
@@ -36,24 +37,26 @@ class Routed:
 
     prefer = "auto"
 
-    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+    def _hfnn_small(self, like, args: tuple, kwargs: dict) -> bool:
         """Whether it runs torch's functions because its first input is small."""
         x = args[0] if args else next(iter(kwargs.values()), None)
         return type(x) in PLAIN and x.numel() < SMALL and self.prefer != "memory" and forced() is None
 
+    @property
+    def _hfnn_when(self) -> str:
+        return f"called in {calls(stock_of(self)).where}"
+
     @staticmethod
-    def prepare(made: type) -> None:
-        found = calls(made._hfnn_original)
-        made.forward, made._hfnn_when = _within(made._hfnn_original.forward, found), f"called in {found.where}"
+    def forward_for(cls: type) -> Callable:
+        return _within(cls.forward, calls(cls))
 
 
 def _within(forward: Callable, found: "Calls") -> Callable:
-    """`forward` with the calls in its own code routed. It has the same signature, which libraries read."""
+    """`forward` with the calls in its own code routed."""
     places, codes = found.places, found.codes
     alone = {prefer: ({}, codes, prefer) for prefer in PREFERENCES}
 
-    @functools.wraps(forward)
-    def run(self, *args, **kwargs):
+    def run(self, like, *args, **kwargs):
         # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
         if compiling() or not (torch.is_grad_enabled() or self.training):
             return forward(self, *args, **kwargs)

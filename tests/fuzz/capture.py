@@ -332,12 +332,12 @@ class Session:
     def renew(self, model):
         before, self.model = self.model, model
         if self.ours:
-            assert isinstance(model, captured.Captured) is isinstance(before, captured.Captured)
+            assert (captured.of(model) is None) is (captured.of(before) is None)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=self.program["momentum"])
 
     def revert(self, rows, flag, number):
         captured.release(self.model)
-        assert not isinstance(self.model, captured.Captured) and "_hfnn_capture" not in vars(self.model)
+        assert captured.of(self.model) is None and "_hfnn_capture" not in vars(self.model)
         if flag:
             hfnn.revert(self.model)
             self.convert()
@@ -352,7 +352,7 @@ def run(program, ours, noise=0, copies=False) -> Log:
         session = Session(program, ours, log, copies)
         for action in program["actions"]:
             session.do(*action)
-        if ours and isinstance(session.model, captured.Captured):
+        if ours and captured.of(session.model):
             counts = vars(session.model)["_hfnn_capture"].counts
             log.features |= {"replayed"} if counts["replayed"] else set()
     return log

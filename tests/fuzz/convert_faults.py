@@ -9,10 +9,10 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, parts
+from hfnn.core.holder import Holder
 from hfnn.deferred import product
-from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, rnn, table
+from hfnn.ops import batch_norm, embedding, group_norm, layer_norm, rnn, table
 from hfnn.ops.attention import products
-from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # the attribute of hfnn is the function
 FAULTS = {}
@@ -148,6 +148,14 @@ def _forward_as(cls, change):
     return lambda: _replaced(cls, "forward", lambda forward: lambda self, *args: change(forward, self, *args))
 
 
+@contextlib.contextmanager
+def _convolutions(change):
+    with contextlib.ExitStack() as stack:
+        for cls in (hfnn.Conv1d, hfnn.Conv2d, hfnn.Conv3d):
+            stack.enter_context(_forward_as(cls, change)())
+        yield
+
+
 FAULTS |= {
     "strides lost": _forward_as(hfnn.GELU, lambda forward, self, x: forward(self, x).contiguous()),
     "a reserved attribute read at convert": _forward_as(
@@ -177,13 +185,12 @@ FAULTS |= {
             forward(self, x) if self.weight.requires_grad else nn.functional.linear(x, self.weight)
         ),
     ),
-    "no gradient of a convolution's bias": _forward_as(conv._Conv, lambda forward, self, x: _bias_detached(self, x)),
-    "a convolution's layout lost": _forward_as(
-        conv._Conv, lambda forward, self, x: forward(self, x).contiguous() if x.dim() == 4 else forward(self, x)
+    "no gradient of a convolution's bias": lambda: _convolutions(lambda forward, self, x: _bias_detached(self, x)),
+    "a convolution's layout lost": lambda: _convolutions(
+        lambda forward, self, x: forward(self, x).contiguous() if x.dim() == 4 else forward(self, x)
     ),
-    "a convolution's groups of another size": _forward_as(conv._Conv, lambda forward, self, x: _ungrouped(self, x)),
-    "a convolution's padding of zeros alone": _forward_as(
-        conv._Conv,
+    "a convolution's groups of another size": lambda: _convolutions(lambda forward, self, x: _ungrouped(self, x)),
+    "a convolution's padding of zeros alone": lambda: _convolutions(
         lambda forward, self, x: getattr(hfnn.functional, f"conv{self.weight.dim() - 2}d")(
             x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, prefer=self.prefer
         ),
@@ -254,14 +261,6 @@ def _unhooked(revert):
 _plant("revert drops hooks", convert, "_revert", _unhooked)
 
 
-def _shallow(reduce):
-    def run(self, protocol):
-        found = reduce(self, protocol)
-        state = found[2] if isinstance(found[2], dict) else {}
-        return (*found[:2], {**state, "training": True}, *found[3:])
-
-    return run
-
-
-_plant("what was proved is believed for ever", subclass, "lapse", lambda lapse: lambda module, why: None)
-_plant("copies are in training", subclass.Converted, "__reduce_ex__", _shallow)
+_plant("what was proved is believed for ever", Holder, "still", lambda still: lambda self, module: True)
+_plant("copies are in training", Holder, "__getstate__", lambda state: lambda self: {**state(self), "training": True})
+_plant("copies compute with the original's parameters", Holder, "__deepcopy__", lambda copy: lambda self, memo: self)

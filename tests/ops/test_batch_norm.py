@@ -13,6 +13,7 @@ import hfnn
 from hfnn import memory, testing
 from hfnn.core import native
 from hfnn.core import node as recipe
+from hfnn.core.holder import target_of
 from hfnn.ops import batch_norm
 from hfnn.ops.batch_norm import ACTIVATIONS
 
@@ -95,7 +96,7 @@ def test_modules_batch_after_batch(mode, case, dims, layout, kernel, device):
         theirs.eval()
         theirs.requires_grad_(False)
     mine, wide = hfnn.convert(copy.deepcopy(theirs), prefer="memory"), copy.deepcopy(theirs).double()
-    assert type(mine) is getattr(hfnn, type(theirs).__name__)
+    assert target_of(mine) is getattr(hfnn, type(theirs).__name__)
     batches = [LAYOUTS[layout](torch.randn(shape, device=device) * (i + 1) + i) for i in range(3)]
     dys = [LAYOUTS[layout](torch.randn(shape, device=device)) for _ in range(3)]
     own = stepped(theirs, batches, dys)

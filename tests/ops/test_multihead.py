@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import hfnn
 from hfnn import testing
 from hfnn.core import node as recipe
+from hfnn.core.holder import target_of
 from hfnn.ops.attention import multihead
 
 E, H, B, T, S = 24, 4, 3, 5, 7
@@ -39,7 +40,7 @@ def pair(dtype=torch.float32, layout="batch first", dropout=0.0, **options):
         for parameter in theirs.parameters():
             parameter.uniform_(-0.5, 0.5)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
-    assert type(ours) is hfnn.MultiheadAttention
+    assert target_of(ours) is hfnn.MultiheadAttention
     return theirs, ours
 
 
@@ -291,7 +292,7 @@ def test_state_dicts_copies_and_pickles():
         return module(x, x, x, need_weights=False)[0]
 
     for module in copies:
-        assert type(module) is hfnn.MultiheadAttention
+        assert target_of(module) is hfnn.MultiheadAttention
         assert result(module).equal(result(ours))
     assert type(hfnn.revert(copies[0])) is nn.MultiheadAttention
 

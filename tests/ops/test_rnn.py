@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import memory, testing
+from hfnn.core.holder import target_of
 from hfnn.ops import rnn
 
 T, B, I, H = 11, 3, 5, 6
@@ -311,10 +312,10 @@ def test_convert_and_revert(kind):
     module = build(kind, num_layers=2)
     (x,) = inputs(module)
     ours = swapped(module)
-    assert type(ours) is getattr(hfnn, type(module).__name__) and isinstance(ours, type(module))
+    assert target_of(ours) is getattr(hfnn, type(module).__name__) and isinstance(ours, type(module))
     assert ours.state_dict().keys() == module.state_dict().keys() and repr(ours) == repr(module)
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is type(ours) and twin.prefer == "memory"
+        assert target_of(twin) is target_of(ours) and twin.prefer == "memory"
         assert all(map(torch.equal, gradients(twin, [x])[1], gradients(ours, [x])[1]))
     assert [row.to for row in hfnn.report(ours).rows] == [f"hfnn.{type(module).__name__}"]
     hfnn.revert(ours)

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import hfnn
 from hfnn.core import kernel
+from hfnn.core.holder import target_of
 from hfnn.ops import rnn
 
 from .test_rnn import B, H, I, T, build, call, every_kind, inputs, ran, swapped
@@ -54,7 +55,7 @@ def test_what_is_torchs(caplog, monkeypatch):
     frozen = swapped(module)
     frozen.weight_hh_l0.requires_grad_(False)
     quiet = hfnn.convert(copy.deepcopy(module))
-    assert type(quiet) is hfnn.LSTM and quiet.prefer == "auto"
+    assert target_of(quiet) is hfnn.LSTM and quiet.prefer == "auto"
     with caplog.at_level(logging.WARNING, "hfnn"):
         for m, given in ((quiet, x), (frozen, x), (ours, packed), (frozen, x)):
             for mine, stock in zip(m(given)[1], module(given)[1], strict=True):

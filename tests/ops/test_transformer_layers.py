@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hfnn
 from hfnn import testing
 from hfnn.core import node as recipe
+from hfnn.core.holder import target_of
 from hfnn.ops.attention import transformer
 
 D, H, FF, B, T, S = 16, 2, 40, 3, 6, 5
@@ -45,7 +46,7 @@ def pair(kind, dtype=torch.float32, dropout=0.0, **options):
         for parameter in theirs.parameters():
             parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
     ours = hfnn.convert(copied(theirs), prefer="memory")
-    assert type(ours) is OURS[kind]
+    assert target_of(ours) is OURS[kind]
     return theirs, ours
 
 
@@ -202,7 +203,7 @@ def test_a_subclass_with_its_own_block_keeps_it():
     theirs = OwnBlock(D, H, FF, 0.0, batch_first=True)
     ours = hfnn.convert(copy.deepcopy(theirs))
     (x,) = draw("encoder")
-    assert isinstance(ours, hfnn.TransformerEncoderLayer)
+    assert target_of(ours) is hfnn.TransformerEncoderLayer
     torch.testing.assert_close(ours(x), theirs(x))
     changed = pair("encoder")[1]
     changed._sa_block = lambda x, *args, **kwargs: x
@@ -233,7 +234,7 @@ def test_built_by_hand(kind):
     for module in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
         if kind == "decoder":  # as in torch
             vars(module).pop("activation", None)
-        assert type(module) is OURS[kind] and run(module, given)[0].equal(want)
+        assert target_of(module) is OURS[kind] and run(module, given)[0].equal(want)
     hfnn.revert(fresh)
     assert not any(type(m).__module__.startswith("hfnn") for m in fresh.modules())
     assert run(fresh, given)[0].equal(run(theirs, given)[0])
@@ -278,8 +279,8 @@ def test_transformer(norm_first):
     torch.manual_seed(0)
     theirs = nn.Transformer(D, H, 2, 2, FF, 0.1, batch_first=True, norm_first=norm_first)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
-    assert type(ours.encoder.layers[0]) is hfnn.TransformerEncoderLayer
-    assert type(ours.decoder.layers[1].multihead_attn) is hfnn.MultiheadAttention
+    assert target_of(ours.encoder.layers[0]) is hfnn.TransformerEncoderLayer
+    assert target_of(ours.decoder.layers[1].multihead_attn) is hfnn.MultiheadAttention
     rows = {row.name: row for row in hfnn.report(ours).rows}
     assert rows["encoder.layers.0"].to == "hfnn.TransformerEncoderLayer"
     assert rows["decoder.layers.1.self_attn"].to == "hfnn.MultiheadAttention"

@@ -54,8 +54,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         ours = (self.training or torch.is_grad_enabled()) and not compiling()
         if ours and not need_weights and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):
             return _attend(self, query, key, value, key_padding_mask, attn_mask, is_causal), None
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return nn.MultiheadAttention.forward(
+            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
 
 

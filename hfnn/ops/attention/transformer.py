@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hfnn.core.context import compiling, context, is_bare
+from hfnn.core.holder import target_of
 from hfnn.core.kernel import forced
 from hfnn.ops.add_norm import add_layer_norm
 from hfnn.ops.attention.multihead import MultiheadAttention
@@ -86,7 +87,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         if not _takes(self, nn.TransformerEncoderLayer, src, (src_mask, src_key_padding_mask)):
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         how = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
         if not self.norm_first:
             x, _ = _end(self, _attention(self.self_attn, src, src, how), src, self.dropout1, self.norm1)
@@ -115,7 +116,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     ) -> Tensor:
         if not _takes(self, nn.TransformerDecoderLayer, tgt):
             masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+            causal = tgt_is_causal, memory_is_causal
+            return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks, *causal)
         own = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
         cross = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
         if not self.norm_first:
@@ -179,7 +181,7 @@ def _sum(layer, x, residual, drop):
 
 
 def _is_bare(part, cls: type) -> bool:
-    return type(part) is cls and is_bare(part)
+    return target_of(part) is cls and is_bare(part)
 
 
 OP.modules[nn.TransformerEncoderLayer] = TransformerEncoderLayer

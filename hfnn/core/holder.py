@@ -1,0 +1,304 @@
+"""A converted module keeps its class: its forward is an attribute of the instance, a bound method of a `Holder`.
+
+Tools look modules up by their class, so the class stays. `attach` puts the methods of a holder into the module's dict;
+`Holder.release` takes them out again, and makes the holder inert: whoever wrapped the forward since then calls the
+class's own. A bound method, because Dynamo guards it by its code; it guards an object with `__call__` by identity, and
+layers with equal code would be compiled one by one.
+"""
+
+import copy
+import functools
+import inspect
+import logging
+import sys
+import types
+import weakref
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+# Methods in which a torch module computes: a convolution's forward calls another method.
+COMPUTE = ("forward", "_conv_forward", "_output_padding")
+# Attributes that `convert` sets on modules, if what computes them reads it.
+SETTINGS = ("prefer", "recompute", "keep", "exact", "defer")
+
+
+def forward_of(cls: type) -> tuple:
+    """The functions with which modules of a class compute."""
+    return tuple(getattr(cls, name, None) for name in COMPUTE)
+
+
+class Bound:
+    """The owner of methods in a module's dict. It holds the module weakly: a strong reference would be a cycle.
+
+    The methods follow the module: a deep copy, a pickle and a replica of nn.DataParallel get an owner of their own,
+    made from `_how()`.
+    """
+
+    __slots__ = ("__weakref__", "module", "on")
+    NAMES = ("forward", "__prepare_scriptable__", "_replicate_for_data_parallel", "__getstate__")
+
+    def __init__(self, module: nn.Module, on=True):
+        self.module, self.on = weakref.ref(module), on
+
+    def names(self) -> list[str]:
+        """The attributes of the module that are methods of this owner."""
+        own = vars(self.module()).items()  # not those under another name, where wrappers of the forward keep it
+        return [name for name, value in own if getattr(value, "__self__", None) is self and value.__name__ == name]
+
+    def put(self, names) -> None:
+        vars(self.module()).update({name: getattr(self, name) for name in names})
+
+    def __prepare_scriptable__(self):
+        """torch.jit.script reads the source of `forward`: it gets the class's own."""
+        _say_scripted()
+        module = self.module()
+        for owner in {id(value.__self__): value.__self__ for value in _methods(module)}.values():
+            owner.release()
+        return module
+
+    def _replicate_for_data_parallel(self):
+        """The replica is a copy of the module's dict, whose forward would compute with this module's parameters."""
+        module = self.module()
+        replica = type(module)._replicate_for_data_parallel(module)
+        type(self)(replica, *self._how()).put({*self.NAMES, *self.names()})
+        return replica
+
+    def __getstate__(self):
+        """The module's. A deep copy and pickle bind the methods to the new module; copy.copy makes a module without
+        them, because it would share them."""
+        module = self.module()
+        own = getattr(type(module), "__getstate__", None)  # that of `object` exists from Python 3.11 on
+        plain = own is None or own is getattr(object, "__getstate__", None)
+        state = vars(module).copy() if plain else own(module)
+        if sys._getframe(1).f_code is copy.copy.__code__ and isinstance(state, dict):
+            gone = added(module)
+            return {name: value for name, value in state.items() if name not in gone}
+        return state
+
+    def __deepcopy__(self, memo):
+        """For the copy of the module, which is in `memo` before its attributes are copied."""
+        module = self.module()
+        return type(self)(memo.get(id(module), module), *copy.deepcopy(self._how(), memo))
+
+    def __reduce__(self):
+        """Pickle writes a module before its attributes, so this refers to it."""
+        return type(self), (self.module(), *self._how())
+
+
+class Holder(Bound):
+    """What `convert` did to a module.
+
+    target: a class whose functions run with the module as their first argument: `forward`, or that of
+    `forward_for(class)`, and those that `methods(module)` names; like: the match of a proof, their second argument, or
+    None for torch's own forwards; on: whether they are used; why: what has changed since, if a proof ended; cls: the
+    module's class then; run: the function of its forward; values: what the proof read of the module.
+    """
+
+    __slots__ = ("cls", "like", "run", "target", "values", "why")
+
+    def __init__(self, module: nn.Module, target: type, like=None, on=True, why=None, cls: type | None = None):
+        super().__init__(module, on)
+        self.target, self.like, self.why, self.cls = target, like, why, cls or type(module)
+        self.run = _runner(self.cls, target, like)
+        self.values = (_UNSEEN,) * (0 if like is None else self.run.reads.count)
+
+    @property
+    def forward(self):
+        """The target's forward while the class's own is unchanged, with its signature."""
+        return types.MethodType(self.run, self)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return types.MethodType(_passing(getattr(self.target, name)), self)
+
+    def holds(self) -> bool:
+        """Whether the target computes the forward. A proof whose values have changed ends here."""
+        if not self.on or self.like is not None:
+            return self.on and self.still(self.module())
+        return forward_of(type(self.module())) == self.run.stock
+
+    def still(self, module: nn.Module) -> bool:
+        """Whether a proof holds although a value is another object than at the last call."""
+        self.why = self.run.reads.changed(type(module), module)
+        if self.why is None:
+            self.values = self.run.reads.values(module)
+            return True
+        self.on = False
+        name, text = self.cls.__name__, "%s runs its own forward again: %s after hfnn.convert"
+        logging.getLogger("hfnn").warning(text, name, self.why)
+        return False
+
+    def release(self) -> None:
+        """Takes methods and settings out of the module again."""
+        for name in (*self.names(), *settings(self.target), "_hfnn_use"):
+            vars(self.module()).pop(name, None)
+        self.on = False
+
+    def _how(self) -> tuple:
+        return self.target, self.like, self.holds(), self.why, self.cls
+
+
+_UNSEEN = object()
+
+
+@functools.cache
+def _say_scripted() -> None:
+    logging.getLogger("hfnn").warning(
+        "torch.jit.script takes torch's own modules: those that hfnn converted are reverted (said once)"
+    )
+
+
+_OF_TORCH = """\
+def forward(holder, {given}):
+    module = holder.module()
+    if module is None:
+        raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
+    cls = type(module)
+    if holder.on and {same}:
+        return fused(module, {passed})
+    return cls.forward(module, {passed})
+"""
+# First the check for small calls, in which torch's own op would run anyway.
+_PROVED = """\
+def forward(holder, *args, **kwargs):
+    module = holder.module()
+    if module is None:
+        raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
+    cls = type(module)
+    if holder.on and {large}:
+        {values}own = vars(module)
+        if {same} or holder.still(module):
+            return fused(module, like, *args, **kwargs)
+    return cls.forward(module, *args, **kwargs)
+"""
+
+# By the ids of the functions of a class and of the target, which a runner holds. Only modules keep runners alive.
+_runners: weakref.WeakValueDictionary[tuple, types.FunctionType] = weakref.WeakValueDictionary()
+
+
+def _runner(cls: type, target: type, like) -> types.FunctionType:
+    """The function of `Holder.forward`: checks and op in one, because each call inside counts in a small module."""
+    stock, reads = forward_of(cls), None if like is None else like.depends(cls)
+    chosen = getattr(target, "forward_for", None)
+    key = *map(id, stock), id(chosen or target.forward), like, *(() if reads is None else reads.key)
+    found = _runners.get(key)
+    if found is not None:
+        return found
+    cells = {"fused": target.forward if chosen is None else chosen(cls), "chosen": chosen, "like": like}
+    text = _of_torch(stock, cells) if reads is None else _of_proof(target, reads, cells)
+    exec(_compiled(text), cells)
+    found = _runners[key] = functools.wraps(stock[0])(cells["forward"])
+    found.stock, found.reads = stock, reads
+    return found
+
+
+_compiled = functools.lru_cache(maxsize=1024)(lambda text: compile(text, "<hfnn: forward>", "exec"))
+
+
+def _of_torch(stock: tuple, cells: dict) -> str:
+    checks = []
+    for number, (name, function) in enumerate(zip(COMPUTE, stock, strict=True)):
+        if function is not None:
+            cells[f"_{number}"] = function
+            checks.append(f"cls.{name} is _{number}")
+    parameters = [*inspect.signature(stock[0]).parameters.values()][1:]
+    if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+        cells |= {f"_{p.name}": p.default for p in parameters if p.default is not p.empty}
+        given = ", ".join(p.name if p.default is p.empty else f"{p.name}=_{p.name}" for p in parameters)
+        passed = ", ".join(p.name for p in parameters)
+    else:
+        given = passed = "*args, **kwargs"
+    return _OF_TORCH.format(given=given, passed=passed, same=" and ".join(checks))
+
+
+def _of_proof(target: type, reads, cells: dict) -> str:
+    checks, of_checks = reads.checks()
+    cells |= of_checks | {"compiling": is_dynamo_compiling}
+    large = "not compiling()"
+    if getattr(target, "_hfnn_one_input", False):  # the op's size limit applies to it
+        cells["passes"] = cells["like"].op.passes
+        large = f"len(args) == 1 and not kwargs and not passes(args[0], module.prefer) and {large}"
+    elif hasattr(target, "_hfnn_small"):
+        cells["small"], large = target._hfnn_small, f"{large} and not small(module, like, args, kwargs)"
+    values = "".join(f"v{number}, " for number in range(reads.count))
+    values = f"{values}= holder.values; " if values else ""
+    return _PROVED.format(large=large, values=values, same=" and ".join(checks))
+
+
+@functools.lru_cache(maxsize=64)
+def _passing(function):
+    @functools.wraps(function)
+    def method(holder, *args, **kwargs):
+        return function(holder.module(), *args, **kwargs)
+
+    return method
+
+
+def settings(target: type) -> list[str]:
+    """The attributes that `convert` may set on modules that a class computes: those that it reads."""
+    target = getattr(target, "_hfnn_room", target)
+    return [name for name in SETTINGS if hasattr(target, name)]
+
+
+def attach(module: nn.Module, target: type, like=None) -> Holder:
+    """Convert a module: `target.forward` computes its forward, with the default settings."""
+    before = holder_of(module)
+    if before is not None:
+        before.release()
+    holder = Holder(module, target, like)
+    more = getattr(target, "methods", None)
+    holder.put((*Holder.NAMES, *(more(module) if more else ())))
+    vars(module).update({name: getattr(target, name) for name in settings(target)})
+    return holder
+
+
+def _methods(module: nn.Module) -> list[types.MethodType]:
+    """The methods in a module's dict that follow the module."""
+    bound = [(name, value) for name, value in vars(module).items() if isinstance(value, types.MethodType)]
+    return [value for name, value in bound if isinstance(value.__self__, Bound) and value.__name__ == name]
+
+
+def added(module: nn.Module) -> set[str]:
+    """The names that hfnn has put into a module's dict."""
+    found = {value.__name__ for value in _methods(module)}
+    found |= {name for name, value in vars(module).items() if isinstance(value, Bound)}
+    holder = holder_of(module)
+    return found if holder is None else found.union(settings(holder.target), {"_hfnn_use"})
+
+
+def holder_of(module: nn.Module) -> Holder | None:
+    """The module's holder, also if something has replaced the forward since, or a proof has ended."""
+    own = vars(module)
+    for name in ("forward", "__getstate__"):
+        holder = getattr(own.get(name), "__self__", None)
+        if type(holder) is Holder and holder.module() is module and (holder.on or holder.why):
+            return holder
+    return None
+
+
+def foreign_forward(module: nn.Module) -> bool:
+    """Whether other code than hfnn has put a forward on the instance."""
+    own = vars(module).get("forward")
+    if own is None:
+        return False
+    owner = getattr(own, "__self__", None)
+    return not (type(own) is types.MethodType and isinstance(owner, Bound) and owner.module() is module)
+
+
+def target_of(module: nn.Module) -> type:
+    """The class that computes a module's forward: its own, or the target of its holder."""
+    holder = holder_of(module)
+    return type(module) if holder is None or not holder.holds() else holder.target
+
+
+def like_of(module: nn.Module):
+    """The match by which a module was converted, or None."""
+    holder = holder_of(module)
+    return getattr(type(module), "_hfnn_like", None) if holder is None else holder.like
+
+
+def stock_of(module: nn.Module) -> type:
+    """The class of a module without hfnn."""
+    return getattr(type(module), "_hfnn_original", type(module))
