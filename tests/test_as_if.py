@@ -90,6 +90,19 @@ def test_torchs_own_ops_keep_what_they_keep_on_a_gpu():
     assert torch.equal(found, nn.functional.dropout(real, 0.5))
 
 
+def test_small_attention_of_a_model_is_hfnns():
+    """On a CPU the model's own eager attention is faster."""
+    pytest.importorskip("transformers")
+
+    def kept(on):
+        with FakeTensorMode() as mode, hfnn.as_if() if on else contextlib.nullcontext():
+            model = hfnn.convert(faked(built("eager"), mode).train())
+            return memory.saved_bytes(lambda: model(**MODELS["eager"][-1]()).loss).by_op
+
+    here, there = kept(False), kept(True)
+    assert "Bmm" in here and "Attention" not in here and "Bmm" not in there and "Attention" in there
+
+
 def test_predictions_for_gpus_are_of_hfnns_nodes():
     def peak(convert):
         def build():

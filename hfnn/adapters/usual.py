@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfnn.adapters import views
-from hfnn.core.context import PLAIN, compiling
+from hfnn.core.context import PLAIN, compiling, on_gpu
 from hfnn.core.kernel import forced
 from hfnn.ops.attention.sdpa import of_torch
 
@@ -28,7 +28,7 @@ def of_small(module: nn.Module, query: torch.Tensor, key: torch.Tensor, options:
     base = None if config is None else views.attributes(config).get(views.INTERNAL)
     if base not in BASES or options.get("cu_seq_lens_q") is not None or getattr(module, "prefer", "auto") == "memory":
         return None
-    return base
+    return None if type(query) is not torch.Tensor and on_gpu(query) else base
 
 
 # Options that torch's own op does not have. Models pass others, which no attention reads: position_ids, use_cache.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hfnn.core import bits, flops
-from hfnn.core.context import autocasting, compiling, context
+from hfnn.core.context import autocasting, compiling, context, on_gpu
 from hfnn.core.kernel import Op, forced, log_once
 from hfnn.core.node import Function, double_backward, take, wanted
 
@@ -209,7 +209,7 @@ def _refusal(module, x, hx) -> str | None:
         return "takes states and weights of the input's dtype"
     if not all(w.requires_grad for w in module._flat_weights):
         return "takes weights that all want gradients"
-    if x.is_cuda and module.dropout and module.training and module.num_layers > 1:
+    if on_gpu(x) and module.dropout and module.training and module.num_layers > 1:
         return "cuDNN draws numbers of its own for dropout between layers"
     dtype = torch.get_autocast_dtype("cpu") if autocasting(x) else x.dtype
     if module.mode == "LSTM" and x.is_cpu and torch._C._get_mkldnn_enabled() and not _onednn_has(dtype):
