@@ -1,5 +1,6 @@
 // Nodes whose formulas are functions in Python. hfnn/core/node.py says what an op gives.
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -74,9 +75,10 @@ struct DescribedNode : Room {
 
 void keep(Kept& kept, char letter, const Tensor& x, PyObject* argument) {
   if (letter == kConstant) return kept.save(x, true);
+  if (letter == kTaken) return void(x.defined() && kept.take(x));
   if (is_parameter(argument) || letter == kHeld)
     return keep_parameter(kept, x, is_source(argument), letter == kHeld ? &Kept::hold : &Kept::save);
-  if (x.defined() && !kept.take(x) && letter != kTaken) kept.save(x, in_checkpoint());
+  if (x.defined() && !kept.take(x)) kept.save(x, !x.requires_grad() && in_checkpoint());
 }
 
 // (y, how, *tensors). Returns y, which is new, with its node.

@@ -370,3 +370,11 @@ def test_a_loss_of_queries_or_keys_alone(used, create_graph):
     assert {each.grad_fn.name() for each in y} == {"_QkNormRopeBackward"}
     found = torch.autograd.grad(y[used].sum(), (*x, *weights), allow_unused=True, create_graph=create_graph)
     assert [g is not None for g in found] == [used == 0, used == 1] * 2
+
+
+def test_a_parameter_that_is_turned_is_not_saved():
+    (query, key, cos, sin), _ = rope.sample(HALVES, torch.float32, "cpu")
+    packed = []
+    with hfnn.use("cpp"), torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape), lambda x: x):
+        q, _ = hfnn.functional.rope(torch.nn.Parameter(query), key, cos, sin)
+    assert q.grad_fn.name() == "_RopeBackward" and set(packed) == {cos.shape}
