@@ -188,6 +188,15 @@ def test_what_changed_is_obeyed(change, monkeypatch):
         torch.testing.assert_close(results(hfnn.revert(again), x), results(stock, x))
 
 
+def test_parts_that_are_converted_already():
+    class Later(GatedMLP):
+        """Not proved before."""
+
+    model = Later(nn.SiLU())
+    hfnn.convert(model.act)
+    assert is_converted(hfnn.convert(model, prefer="memory"))
+
+
 def test_what_no_proof_read_changes_nothing():
     model = hfnn.convert(GatedMLP(nn.SiLU()), prefer="memory")
     model.note, model.config.note, model.config.unread, model.training = 1, 2, [], False

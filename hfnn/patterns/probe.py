@@ -142,7 +142,7 @@ class Notes:
     """The record of reads of the clones of one module."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.cls = module, type(module)
+        self.module, self.cls, self.ours = module, type(module), added(module)
         self.attributes, self.paths, self.methods = {}, {}, set()
         self.parts: dict[str, Notes] = {}
 
@@ -160,7 +160,7 @@ class Notes:
     def note(self, name: str) -> None:
         """Record that `clone.name` is read."""
         own, module = vars(self.module), self.module
-        if name in own:
+        if name in own and name not in self.ours:
             if name not in self.attributes:
                 self.attributes[name] = _of_note(own[name], name)
                 if isinstance(own[name], CONTAINERS):
