@@ -6,6 +6,7 @@ position, and what changes nothing is left out. Whatever is not in the table CAL
 Refusal. rows.py has the patterns, rewrite.py finds them.
 """
 
+import functools
 import inspect
 import operator
 import re
@@ -45,13 +46,18 @@ def gelu(a, approximate):
     return F.gelu(a, approximate=approximate)  # which torch takes by name only
 
 
-gelu.__module__ = "hfnn"  # in the source of a graph it is hfnn_gelu
+def quick_gelu(a):
+    return a * torch.sigmoid(1.702 * a)
+
+
+gelu.__module__ = quick_gelu.__module__ = "hfnn"  # in the source of a graph they are hfnn_gelu, hfnn_quick_gelu
 SIGNATURES = {
     name: inspect.signature(eval(f"lambda {arguments}: None"))  # of the table above
     for name, arguments in re.findall(r"(\w+)\((.*?)\)", CALLS, re.DOTALL)
 }
 # name -> the function that stands for all of this name
-TARGETS: dict[str, Callable] = {"gelu": gelu, "div": operator.truediv, **{n: getattr(operator, n) for n in _OPERATORS}}
+TARGETS: dict[str, Callable] = {"gelu": gelu, "quick_gelu": quick_gelu, "div": operator.truediv}
+TARGETS |= {name: getattr(operator, name) for name in _OPERATORS}
 for _name, _how in SIGNATURES.items():
     _owner = F if "inplace" in _how.parameters or "weight" in _how.parameters else torch
     TARGETS.setdefault(_name, getattr(_owner, _name, None) or getattr(torch.Tensor, _name, None))
@@ -183,6 +189,82 @@ def _same(name: str, x: Value, arguments: tuple) -> bool:
     if name in ("mul", "div"):
         return any(type(c) in (int, float) and c == 1 for c in arguments[name == "div" :])
     return name == "to" and arguments[1] is x.dtype
+
+
+# Functions of each element, of which formulas consist, and the activations that formulas may be.
+_POINTWISE = ("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "exp", "erf", "sigmoid", "tanh")
+_FORMULAS = {
+    "silu": ("silu",), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "sigmoid": ("sigmoid",),
+    "quick_gelu": ("quick_gelu",),
+}  # fmt: skip
+
+
+def name_formulas(of: fx.Graph) -> bool:
+    """Replaces formulas of one value, such as `x * sigmoid(x)`, by the activation that they compute; whether there are
+    any. Their factors may stand anywhere in a product. They are known by their numbers, so in any spelling."""
+    at = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
+    wanted = {f: TARGETS[call](at, *more) for f, (call, *more) in _FORMULAS.items()}
+    count = 0
+    for node in reversed(list(of.nodes)):
+        if name_of(node) not in _POINTWISE or not node.users:
+            continue
+        constant, factors = _factors(node)
+        for x in dict.fromkeys(each for factor, _ in factors for each in _above(factor)):
+            values = {factor: _evaluated(factor, x, at) for factor, _ in factors}
+            own = [pair for pair in factors if values[pair[0]] is not None]
+            rest = [pair for pair in factors if values[pair[0]] is None]
+            product = functools.reduce(
+                operator.mul, (values[x] ** power for x, power in own), torch.full_like(at, constant)
+            )
+            f = next((f for f, y in wanted.items() if torch.allclose(product, y, rtol=1e-9, atol=1e-11)), None)
+            named = len(own) == 1 and name_of(own[0][0]) == (f and _FORMULAS[f][0])
+            if f is None or named or any(power < 0 for _, power in rest):
+                continue
+            with of.inserting_before(node):
+                y = of.call_function(TARGETS[_FORMULAS[f][0]], (x, *_FORMULAS[f][1:]))
+                for factor, _ in rest:
+                    y = of.call_function(operator.mul, (y, factor))
+            y.meta, count = dict(node.meta), count + 1
+            node.replace_all_uses_with(y)
+            break
+    for node in reversed(list(of.nodes)):
+        if node.op == "call_function" and not node.users:
+            of.erase_node(node)
+    return count > 0
+
+
+def _factors(node, power=1):
+    """(constant, [(factor, 1 or -1)]) of a product."""
+    constant, found = 1.0, []
+    if not isinstance(node, fx.Node):
+        return float(node) ** power, found
+    inner = name_of(node) in ("mul", "div") and (power == 1 or len(node.users) == 1)
+    if not inner:
+        return constant, [(node, power)]
+    for number, each in enumerate(node.args):
+        sign = -power if number and name_of(node) == "div" else power
+        alone = not isinstance(each, fx.Node) or len(each.users) == 1
+        c, more = _factors(each, sign) if alone else (1.0, [(each, sign)])
+        constant, found = constant * c, found + more
+    return constant, found
+
+
+def _above(node, depth=8):
+    """The nodes that a formula may be of: those from which a node is computed element by element, and itself."""
+    yield node
+    if depth and name_of(node) in _POINTWISE:
+        for each in node.all_input_nodes:
+            yield from _above(each, depth - 1)
+
+
+def _evaluated(node, x, at):
+    """A node's numbers where x has the numbers `at`, or None if it needs more than x."""
+    if node is x or not isinstance(node, fx.Node):
+        return at if node is x else node
+    if name_of(node) not in _POINTWISE:
+        return None
+    given = [_evaluated(each, x, at) for each in node.args]
+    return None if any(each is None for each in given) else torch.as_tensor(TARGETS[name_of(node)](*given))
 
 
 @dataclass(frozen=True)
