@@ -67,28 +67,30 @@ class Logits(Function):
 
 
 class Step(Function):
-    """The result of the last step of a plan, applied to the logits before it."""
+    """The result of the last step of a plan, applied to the logits before it. read: has their numbers, if these were
+    computed and the step's gradient needs them."""
 
     @staticmethod
-    def forward(ctx, make, plan, before, logits):
-        ctx.held = plan, before
+    def forward(ctx, make, plan, before, read, logits):
+        ctx.held = plan, before, read
         ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
     def backward(ctx, dy):
-        plan, before = _held(ctx)
+        plan, before, read = _held(ctx)
         if type(dy) is Gradient and dy.parts is not None:
             dy = Gradient.of(before, dy.parts)
         elif dy is not None:
             dy, create_graph = computed(dy), torch.is_grad_enabled()
             with torch.enable_grad():
-                # Of all steps, only tanh and log_softmax need the numbers.
-                reads = (plan.capped, plan.logs) != (before.capped, before.logs)
-                y = before.logits(create_graph) if reads else before.like().requires_grad_()
+                if not plan.reads(before):
+                    y = before.like().requires_grad_()
+                else:
+                    y = read[0] if read and not create_graph else before.logits(create_graph)
                 y = y if create_graph else y.detach().requires_grad_()
                 (dy,) = torch.autograd.grad(plan.steps[-1](y), y, dy, create_graph=create_graph)
-        return None, None, None, dy
+        return None, None, None, None, dy
 
 
 class DeferredLoss(Function):
@@ -142,6 +144,16 @@ class _Part:
             return torch.autograd.grad(self.composed(z), y, dy, create_graph=create_graph)[0]
 
 
+def _strides(plan, last) -> tuple | None:
+    """Of the gradient of logits from which those of a loss, of the plan `last`, were derived; None: contiguous."""
+    if plan.second or not last.second:
+        return None
+    with torch.enable_grad():
+        y = plan.meta.detach().requires_grad_()
+        z = functools.reduce(lambda z, step: step(z), last.steps[len(plan.steps) :], y)
+        return torch.autograd.grad(z, y, torch.empty_like(z, memory_format=torch.contiguous_format))[0].stride()
+
+
 class Gradient(torch.Tensor):
     """The gradient of logits, computed when it is read.
 
@@ -151,7 +163,9 @@ class Gradient(torch.Tensor):
     @staticmethod
     def of(plan, parts: list) -> "Gradient":
         meta = plan.meta
-        x = torch.Tensor._make_wrapper_subclass(Gradient, meta.shape, dtype=meta.dtype, device=plan.product.device)
+        x = torch.Tensor._make_wrapper_subclass(
+            Gradient, meta.shape, strides=_strides(plan, parts[0][0].plan), dtype=meta.dtype, device=plan.product.device
+        )
         x._plan, x.parts, x._value = plan, parts, None
         plan.product.readers.append(weakref.ref(x))
         return x

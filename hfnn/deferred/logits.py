@@ -87,6 +87,10 @@ class Epilogue:
     logs: bool = False
     steps: tuple[Callable, ...] = field(default=(), repr=False)
 
+    def reads(self, before: "Epilogue") -> bool:
+        """Whether the gradient of the last step needs the numbers of `before`, the plan that it follows."""
+        return (self.capped, self.logs) != (before.capped, before.logs)
+
     def then(self, step, meta=None, **changes) -> "Epilogue":
         meta = step(self.meta) if meta is None else meta
         # Tensors made outside grad mode have no graph.
@@ -96,9 +100,7 @@ class Epilogue:
     def logits(self, graph: bool = False) -> torch.Tensor:
         """The numbers, also after a write to sources that were copied. graph: and their graph, in grad mode."""
         product = self.product
-        product.check(numbers=True)
-        if graph:
-            product.check_unwritten(numbers=True)
+        (product.check_unwritten if graph else product.check)(numbers=True)
         given = (product.hidden, product.weight, product.bias) if graph else product.given()
         return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*given))
 
@@ -134,7 +136,7 @@ class Epilogue:
 
         def composed(y):
             with no_autocast(y):
-                return function(y.to(out), target, weight, **options)
+                return function(y.to(out), target, None if weight is None else weight.to(out), **options)
 
         return DeferredLoss.apply(self, fused, composed, logits)
 
@@ -191,15 +193,15 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def of(plan: Epilogue, parent: "Deferred | None" = None) -> "Deferred":
-        product = plan.product
+        product, read = plan.product, []  # read: what the last step has read, if it was computed
         make = functools.partial(_empty, plan)
         if not plan.grad:
             y = make()
         elif parent is None:
             y = Logits.apply(make, product, product.hidden, product.weight, product.bias)
         else:
-            y = Step.apply(make, plan, parent._plan, parent)
-        y._plan, y._parent, y._value, y._node, y._hooks = plan, parent, None, None, []
+            y = Step.apply(make, plan, parent._plan, read, parent)
+        y._plan, y._parent, y._value, y._node, y._hooks, y._read = plan, parent, None, None, [], read
         y._grad_mode = torch.is_grad_enabled() if parent is not None else product.grad
         product.members.append(weakref.ref(y))
         return y
@@ -268,15 +270,17 @@ class Deferred(torch.Tensor):
         return self._value is None
 
     def _compute(self):
-        plan, inner, below = self._plan, None, self._plan.grad and self._parent is None
+        plan, parent, inner = self._plan, self._parent, None
         with torch.set_grad_enabled(self._grad_mode):
-            if self._parent is None:
+            if parent is None:
                 value, inner = plan.product.value(plan.grad)
             else:
-                value = plan.steps[-1](self._parent._value)
-        if below or self._adopted():
+                value = plan.steps[-1](parent._value)
+        if (plan.grad and (parent is None or not value._is_view())) or self._adopted():
+            if parent is not None and plan.reads(parent._plan):
+                self._read.append(parent._value.detach())
             with torch.enable_grad():
-                value = ComputedLogits.apply(self, value, inner)
+                value = ComputedLogits.apply(self, value.detach(), inner)
             self._node = value.grad_fn
         elif value.requires_grad:
             # A view stays a view, so its gradient does not pass this tensor's node.

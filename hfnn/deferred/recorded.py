@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hfnn.core.context import PLAIN, autocasting
+from hfnn.core.context import PLAIN
+from hfnn.ops import log_softmax
 
 DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -177,7 +178,7 @@ def _log_softmax(x, func, args, kwargs):
     if plan.logs or type(dim) is not int or dim not in (classes, classes - plan.meta.dim()) or len(args) > len(options):
         return None
     if dtype is None:
-        dtype = torch.float32 if autocasting(x) and x.dtype is not torch.float64 else x.dtype
+        dtype = log_softmax.OP.out_dtype(plan.meta.new_empty(0, device=x.device))  # autocast's, too
     if not dtype.is_floating_point:
         return None
     return x.then(lambda y: y.log_softmax(dim, dtype=dtype), meta=plan.meta.log_softmax(dim, dtype=dtype), logs=True)
@@ -199,7 +200,7 @@ def _add(x, func, args, kwargs):
     plan.product.watch(row)
     total = row if plan.row is None else plan.row.reshape(-1) + row.reshape(-1)
     meta = func(plan.meta, plan.meta.new_empty(row.shape, dtype=row.dtype))
-    return x.then(lambda y: func(y, row), meta=meta, row=total)
+    return x.then(lambda y: func(y, row.to(y.device)), meta=meta, row=total)  # also on "meta"
 
 
 # Before the names are routed elsewhere.
