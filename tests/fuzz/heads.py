@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.deferred import head, logits, product, recorded
+from hfnn.deferred import head, logits, product
 
 VOCABULARY, WIDTH, ROWS, SEQ = 24, 6, 3, 4
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -205,7 +206,11 @@ def _run(program, ours, noise):
                     log.tensor(
                         f"grad logits {at}", torch.autograd.grad(loss, z, retain_graph=True, allow_unused=True)[0]
                     )
-                loss.backward(retain_graph=step[1])
+                try:
+                    loss.backward(retain_graph=step[1])
+                except RuntimeError:
+                    optimizer.zero_grad()  # a part of them may be there
+                    raise
                 saved = step[1]
                 for name, p in model.named_parameters():
                     log.tensor(f"grad {at} {name}", p.grad)
@@ -264,8 +269,21 @@ def forward(model, step, log):
 
 
 def _keeps_weights(program, difference):
-    """The documented error of a linear map under autocast, which keeps its weight where torch keeps a cast."""
-    return isinstance(difference.ours, Raised) and "Under autocast hfnn.Linear keeps its weight" in difference.ours.text
+    """The documented error under autocast: a weight is kept where torch keeps a cast."""
+    told = "Under autocast hfnn.Linear keeps its weight", "where torch's may have kept a copy of it"
+    return isinstance(difference.ours, Raised) and any(text in difference.ours.text for text in told)
+
+
+def _hook_of_a_view(program, difference):
+    """A hook on a view of logits with two readers sees the gradient of each reader, not their sum."""
+    views = any("shift" in step[2]["changes"] for step in program["steps"] if step[0] == "forward")
+    return views and difference.label.startswith("grad hook")
+
+
+def keeping_copies(program):
+    """A run of stock that keeps copies of what it saves, so that later writes do not matter."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        return _run(program, False, 0)
 
 
 def _changed_by_hand(program, difference):
@@ -285,18 +303,18 @@ FUZZER = Fuzzer(
     ),
     known=(
         Known("weights written to before backward", "docs/design.md", _keeps_weights),
+        Known("a hook of a view", "a node for views of logits", _hook_of_a_view),
         Known("weights written by hand", "docs/design.md", _changed_by_hand),
     ),
+    lenient=keeping_copies,
     faults={
         "the classes second taken for last": patched(
             logits.Epilogue, "loss", lambda own: lambda self, z, function, target, *rest: own(
                 self, z, function, target.transpose(0, -1).reshape(target.shape), *rest)
         ),
-        "a read not seen": patched(product.Product, "compute", lambda own: lambda self, read=True: own(self, False)),
-        "logits of new weights": patched(product.Product, "keep", lambda own: lambda self, written: None),
         "no check of the weights": patched(product.Product, "change", lambda own: lambda self, *a, **k: None),
-        "log_softmax forgotten": patched(
-            recorded, "NLL_LOSS", lambda own: lambda *a, **k: own(*a, **k)
+        "the soft cap forgotten": patched(
+            logits.Epilogue, "_fused", lambda own: lambda self, *given: own(dataclasses.replace(self, capped=False), *given)
         ),
         "a checkpoint's forwards differ": patched(head, "in_checkpoint", lambda own: lambda: False),
     },
