@@ -82,7 +82,7 @@ def loss_of(z, y, how):
 
 
 READS = {
-    "argmax": lambda z: z.argmax(-1),
+    "argmax": lambda z: z.detach().gather(-1, z.argmax(-1, keepdim=True)),  # rounding may choose another one
     "values": lambda z: z.detach().clone(),
     "softmax": lambda z: z.softmax(-1),
     "numpy": lambda z: torch.from_numpy(z.detach().float().numpy().copy()),
@@ -184,9 +184,11 @@ def _run(program, ours, noise):
     dtype = DTYPES[program["dtype"]]
     model = Model(program["tied"])
     draws = torch.Generator().manual_seed(noise)
+    rounds = any(step[:2] == ("forward", "autocast") for step in program["steps"])
+    eps = torch.finfo(torch.bfloat16 if rounds else dtype).eps
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + torch.finfo(dtype).eps * torch.randn(p.shape, generator=draws)) if noise else None
+            p.mul_(1 + eps * torch.randn(p.shape, generator=draws)) if noise else None
     model.to(dtype)
     if ours:
         hfnn.convert(model, prefer=program["prefer"])
@@ -314,7 +316,7 @@ FUZZER = Fuzzer(
         ),
         "no check of the weights": patched(product.Product, "change", lambda own: lambda self, *a, **k: None),
         "the soft cap forgotten": patched(
-            logits.Epilogue, "_fused", lambda own: lambda self, *given: own(dataclasses.replace(self, capped=False), *given)
+            logits.Epilogue, "_fused", lambda own: lambda self, *a: own(dataclasses.replace(self, capped=False), *a)
         ),
         "a checkpoint's forwards differ": patched(head, "in_checkpoint", lambda own: lambda: False),
     },
