@@ -105,7 +105,8 @@ class Head(Writes, linear.Linear):
                 if not passes(input.shape[:-1].numel(), self.weight, now.prefer):
                     logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
             elif self.defer and (use := vars(self).get("_hfnn_use")) is not None:
-                logits = use.logits(self, input)
+                if input.numel() * self.out_features >= FEWEST * self.in_features:
+                    logits = use.logits(self, input)
             if logits is not None:
                 return logits
         return linear.Linear.forward(self, input)
