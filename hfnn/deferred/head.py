@@ -104,9 +104,9 @@ class Head(Writes, linear.Linear):
             if now is not None and now.head is self:
                 if not passes(input.shape[:-1].numel(), self.weight, now.prefer):
                     logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
-            elif self.defer and (use := vars(self).get("_hfnn_use")) is not None:
-                if input.numel() * self.out_features >= FEWEST * self.in_features:
-                    logits = use.logits(self, input)
+            elif input.numel() * self.out_features >= FEWEST * self.in_features and self.defer:
+                use = vars(self).get("_hfnn_use")
+                logits = None if use is None else use.logits(self, input)
             if logits is not None:
                 return logits
         return linear.Linear.forward(self, input)
