@@ -113,6 +113,7 @@ def test_predictions_for_gpus_are_of_hfnns_nodes():
         return predict(build, lambda model: model(torch.empty(512, 64)).sum(), 2).rest
 
     assert peak(lambda model: hfnn.convert(model, prefer="memory")) < 0.75 * peak(lambda model: model)
+    assert not hfnn.recipe.parameters_are_resharded(False)  # as before
 
 
 def test_errors_and_nesting():

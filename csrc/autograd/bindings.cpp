@@ -6,6 +6,8 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+
 #include "rooms.h"
 #include "written.h"
 
@@ -157,7 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_recipes", [](bool on) { return state().recipes.exchange(on); }, "Returns what it was.");
   m.attr("LONGEST") = kLongest;
   m.def("set_wide_on_cpu", [](bool on) { state().wide_on_cpu = on; });
-  m.def("set_resharded", [](bool on) { resharded = on; });
+  m.def("set_resharded", [](bool on) { return std::exchange(resharded, on); });
   m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load(), state().alive.load()); });
   m.def("reset_counts", [] { state().taken = state().rebuilt = 0; });
 }

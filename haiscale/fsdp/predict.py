@@ -76,6 +76,7 @@ def predict(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    resharded = hfnn.recipe.parameters_are_resharded()  # as for the parameters of a real rank
     try:
         shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
         options["device_mesh"] = init_device_mesh(torch.device(device).type, shape)
@@ -87,6 +88,7 @@ def predict(
             model = FSDP(built, **options)
             return measure(model, live, loss, optimizer(model.parameters()))
     finally:
+        hfnn.recipe.parameters_are_resharded(resharded)
         dist.destroy_process_group()
 
 

@@ -99,11 +99,10 @@ def carries(x: torch.Tensor) -> bool:
     return extension is not None and extension.carries(x)
 
 
-def parameters_are_resharded(on: bool = True) -> None:
-    """Parameters of this process take turns in shared memory, so no recipe may refer to one. Called by
-    haiscale.fsdp."""
-    if extension is not None:
-        extension.set_resharded(on)
+def parameters_are_resharded(on: bool = True) -> bool:
+    """Parameters of this process take turns in shared memory, so no recipe may refer to one. Called by haiscale.fsdp.
+    Returns whether they did before."""
+    return extension is not None and extension.set_resharded(on)
 
 
 # ---- Functions
