@@ -1,12 +1,12 @@
 """The output layer of a model that computes a loss from its logits.
 
 A language model of transformers says which layer makes its logits, and that it computes a loss of them: it got labels.
-In any other model the layer is found by use. Candidates are linear maps whose weight has the shape of an embedding's,
-and the last layer of the model if it widens its input. Each of their calls in which gradients are recorded gives
-deferred logits, and a `Use` counts what happens to them. After two calls in a row whose logits were read by anything
-but a recorded operation or a loss, the layer computes its logits for good, as `nn.Linear` does. Until two calls went by
-without a read, the logits are computed in forward besides, so a read finds them whatever has changed; an embedding's
-counterpart is believed from its first call on.
+In any other model the layer is found by use. Candidates are linear maps whose weight has the shape of the largest
+embedding's, and the last layer of the model if it widens its input. Each of their calls in which gradients are recorded
+gives deferred logits, and a `Use` counts what happens to them. After two calls in a row whose logits were read by
+anything but a recorded operation or a loss, the layer computes its logits for good, as `nn.Linear` does. Until two
+calls went by without a read, the logits are computed in forward besides, so a read finds them whatever has changed; an
+embedding's counterpart is believed from its first call on.
 """
 
 import contextvars
@@ -43,6 +43,8 @@ class Use:
     """What became of a layer's logits. unread: calls whose logits only a loss used, in all; read: calls whose logits
     were read, in a row."""
 
+    __slots__ = "last", "read", "unread"  # without a dict, they are no attributes of the model
+
     def __init__(self, known: bool):
         self.unread, self.read = CALLS * known, 0
         self.last: Outcome | None = None
@@ -67,7 +69,7 @@ class Use:
             or passes(input.shape[:-1].numel(), head.weight, head.prefer)
             or in_checkpoint()  # its two forwards must be the same
             or torch._C._current_graph_task_id() != -1
-            or capturing()
+            or (capturing() and self.unread < CALLS)
             or not deferrable(head)
         ):
             return None
@@ -125,7 +127,8 @@ def deferrable(head: nn.Module) -> bool:
 
 def candidates(model: nn.Module) -> dict[nn.Module, Use]:
     """The linear maps of a model that may make its logits."""
-    embedded = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)]
+    embedded = {size for size in sizes if size[0] == max(sizes)[0]}  # tokens, not positions
     layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
     maps = [m for m in layers if type(m) in (nn.Linear, linear.Linear) and m is not model]
     known = {m: Use(known=True) for m in maps if tuple(m.weight.shape) in embedded}
