@@ -241,7 +241,7 @@ def test_modules(device, name, rebuilt):
     stock = MODULES[name](stride=2, groups=2, padding=1).to(device)
     x = tensors(name, device)[0]
     model = hfnn.convert(copy.deepcopy(stock), prefer="memory")
-    assert type(model) is getattr(hfnn, type(stock).__name__) and isinstance(model, type(stock))
+    assert hfnn.is_converted(model) and type(model) is type(stock)
     assert repr(model) == repr(stock) and model.state_dict().keys() == stock.state_dict().keys()
     wanted = step(stock, x)
     assert not rebuilt

@@ -294,7 +294,7 @@ def _changed_by_hand(program, difference):
 
 
 FUZZER = Fuzzer(
-    name="heads",
+    name="own_heads",
     draw=draw,
     features=features,
     run=run,
