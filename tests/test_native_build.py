@@ -18,7 +18,7 @@ from pathlib import Path
 import compiler
 import pytest
 
-from hfnn.core import native
+from hfnn.core import build, native
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(native.extension is None or os.name != "posix", reason="there is no module to copy")
@@ -212,6 +212,16 @@ def test_import_works_without_it(machine, how):
 @pytest.mark.rest  # .ci/run does the same with an install
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
+def test_a_module_older_than_its_sources(tmp_path):
+    """After a pull, the Python code of an editable install may call what an earlier build lacks."""
+    module = tmp_path / "_autograd.so"
+    module.touch()
+    assert not build.outdated(str(module))
+    newest = max(path.stat().st_mtime for path in (ROOT / "csrc" / "autograd").iterdir())
+    os.utime(module, (newest - 1, newest - 1))
+    assert build.outdated(str(module))
+
+
 def test_the_compiler(machine):
     out, err = machine.run(CXX=compiler.COMPILER)
     assert f"native: {machine.cache}" in out and "recipe: True" in out and err.count("\n") == 1, err

@@ -1,10 +1,10 @@
 """hfnn._autograd, built on this machine where the package has none for the torch that is installed.
 
 It is bound to one version of torch. The package has one if the Python that built it had torch (CMakeLists.txt); `pip
-install .` builds without, and torch may be replaced later. `import hfnn` then builds it, once for each version, in
-`folder()`. One process builds, those that start beside it wait. A build that is interrupted leaves nothing that counts
-as one: the module gets its name when it is complete. A build that failed is not tried again by an import, but by
-`python -m hfnn.info --build`.
+install .` builds without, torch may be replaced later, and so may the sources of an editable install. `import hfnn`
+then builds it, once for each version, in `folder()`. One process builds, those that start beside it wait. A build that
+is interrupted leaves nothing that counts as one: the module gets its name when it is complete. A build that failed is
+not tried again by an import, but by `python -m hfnn.info --build`.
 """
 
 import contextlib
@@ -36,10 +36,19 @@ _DEFINED = (
 )  # fmt: skip
 
 
+def outdated(file: str) -> bool:
+    """Whether the sources of an editable install are newer than the module that was built from them."""
+    return _SOURCES is not None and max(source.stat().st_mtime for source in _sources()) > Path(file).stat().st_mtime
+
+
+def _sources() -> list[Path]:
+    return [*sorted(_SOURCES.glob("autograd/*")), *sorted(_SOURCES.glob("*.h"))]
+
+
 def folder() -> Path:
     """hfnn/autograd/<what the module depends on>, in $XDG_CACHE_HOME or ~/.cache."""
     used = hashlib.sha256(repr((platform.libc_ver(), _FLAGS, _DEFINED)).encode())
-    for file in [*sorted(_SOURCES.glob("autograd/*")), *sorted(_SOURCES.glob("*.h"))]:
+    for file in _sources():
         used.update(file.name.encode() + file.read_bytes())
     name = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{used.hexdigest()[:16]}"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfnn" / "autograd" / name

@@ -3,11 +3,12 @@
 `extension` is the module, or None if it is missing; `why` then has the reason. A room first makes its call there. The
 call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if it
 must run for another reason, which `Op.left` explains: a tracer, a transform, a subclass of Tensor, or no extension.
-Where the package has none for this torch, it is built (build.py).
+Where the package has none for this torch, or one that is older than its sources, it is built (build.py).
 """
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 
@@ -21,8 +22,11 @@ def _load():
         return None, OFF
     try:
         if importlib.import_module("hfnn._build").torch_version == torch.__version__:
-            return importlib.import_module("hfnn._autograd"), None
-    except (ImportError, AttributeError):  # the file may be from an earlier build
+            file = importlib.util.find_spec("hfnn._autograd").origin
+            apart = os.path.dirname(file) != os.path.dirname(os.path.dirname(__file__))  # an editable install
+            if not (apart and importlib.import_module("hfnn.core.build").outdated(file)):
+                return importlib.import_module("hfnn._autograd"), None
+    except (ImportError, AttributeError):  # there is none, or the file is from an earlier build
         pass
     try:
         return importlib.import_module("hfnn.core.build").load(), None

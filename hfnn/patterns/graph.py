@@ -37,7 +37,7 @@ ALIASES = {
     "concatenate": "cat", "swapaxes": "transpose", "type_as": "to", "type": "to", "float": "to",
 }  # fmt: skip
 VIEWS = "chunk", "split", "unbind", "getitem", "flatten", "transpose", "unsqueeze", "squeeze", "contiguous", "to"
-ANSWERS = "shape", "size", "dtype", "ndim", "dim", "numel", "device", "layout"
+ANSWERS = "shape", "size", "dtype", "ndim", "dim", "numel", "layout"
 _OPERATORS = ("add", "sub", "mul", "neg", "pow", "matmul", "getitem")
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, slice, type(Ellipsis))
 
@@ -126,7 +126,7 @@ class Trace:
         name = getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in ANSWERS:
-                return torch.device("cpu") if name == "device" else func(*args, **kwargs)
+                return func(*args, **kwargs)
             if func not in _SPELLINGS:
                 raise Refusal(f"its forward calls {name.strip('_')}")
             called, swapped, inplace = _SPELLINGS[func]

@@ -10,18 +10,26 @@ import dis
 import enum
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 
 import torch
 
-from hfnn.patterns.probe import ABSENT, VALUES, Refusal, of_class
+from hfnn.patterns.probe import ABSENT, MODULE_STATE, VALUES, Refusal, of_class
 
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch.jit.ScriptFunction)
 _FIXED = (*VALUES, *_FUNCTIONS, types.FunctionType, types.ModuleType, range, slice, frozenset)
 _REGISTRIES = "transformers.activations"  # file of the classes of tables that are filled once
 _ASSIGN, _ASSIGN_ENCLOSING = ("STORE_GLOBAL", "DELETE_GLOBAL"), ("STORE_DEREF", "DELETE_DEREF")
 _NOT_FOLLOWED = "torch", "hfnn", "math", "numpy"
+# Questions about the state of torch (autocast, inference mode, the default dtype), whose answers no proof can hold.
+_QUESTION = re.compile(r"(is|are|get)_\w+")
+# Those about their arguments, about the machine, and about tools for which modules run their own code.
+_ANSWERED = frozenset((
+    "is_tensor", "is_floating_point", "is_complex", "is_available", "is_scripting", "is_compiling",
+    "is_dynamo_compiling", "is_exporting", "is_in_onnx_export",
+))  # fmt: skip
 
 
 class _Cell:
@@ -65,6 +73,9 @@ def _collect(function, found: dict, seen: set) -> None:
     seen.add(function)
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         _check(value, f"a default of {function.__name__}")
+    hooks = [name for name in function.__code__.co_names if name in MODULE_STATE and name.endswith("_hooks")]
+    if hooks:
+        raise Refusal(f"its {function.__name__} reads {hooks[0]}, of which a clone has none")
     chains, assigned = _read(function.__code__)
     free = function.__code__.co_freevars
     if assigned - set(function.__code__.co_cellvars):
@@ -76,6 +87,10 @@ def _collect(function, found: dict, seen: set) -> None:
         if first not in function.__globals__ and hasattr(builtins, first):
             continue
         where, value = function.__globals__, _hold(function.__globals__, first, function, found, seen)
+        of_torch = getattr(value, "__name__", "").partition(".")[0] == "torch" or getattr(torch, first, None) is value
+        asked = (rest or [first])[-1]
+        if of_torch and _QUESTION.fullmatch(asked) and asked not in _ANSWERED:
+            raise Refusal(f"its forward asks torch {asked}, which may change")
         for name in rest:
             where = _names_of(value, name)
             if where is None:

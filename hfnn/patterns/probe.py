@@ -22,6 +22,7 @@ from hfnn.core.holder import added
 CONTAINERS = (list, dict, set)
 MODULE_STATE = frozenset(vars(nn.Module()))
 _NOTES = "_hfnn_notes"  # key in the dict of a watched object
+_OWN = "_hfnn_own"  # the names in the dict of a watched class
 
 
 class ABSENT:
@@ -214,7 +215,8 @@ def _watched(cls: type, state: dict, note: Callable):
         if made is None:
             in_python = isinstance(cls.__getattribute__, types.FunctionType)
             bases = (_NoHook, cls, _Watched) if in_python else (_NoHook, _Watched, cls)
-            made = new_class(cls, cls.__name__, bases, {"__module__": cls.__module__})
+            made = new_class(cls, cls.__name__, bases, {"__module__": cls.__module__, _OWN: ()})
+            setattr(made, _OWN, frozenset(vars(made)))
             _watched_classes[id(cls)] = made
         found = made.__new__(made) if issubclass(cls, types.SimpleNamespace) else object.__new__(made)
     except Exception as error:  # this runs the author's code
@@ -305,8 +307,9 @@ _CHANGES = "_hfnn_changes"
 
 
 def changes(found: nn.Module) -> bool:
-    """Whether its forward changed attributes of a clone, or of objects that it holds."""
-    return vars(found)[_CHANGES]()
+    """Whether its forward changed attributes of a clone, of its class, or of objects that it holds."""
+    cls = type(found)
+    return vars(found)[_CHANGES]() or vars(cls).keys() != getattr(cls, _OWN)  # type(self).calls += 1
 
 
 def _changes(state, own, made, before, training) -> bool:

@@ -227,8 +227,8 @@ def resized(model):
 
 @program
 def frozen_body(model):
-    for name, p in model.named_parameters():
-        p.requires_grad_("head" in name)
+    for p in model.parameters():
+        p.requires_grad_(p is model.lm_head.weight)
     return train(model, lambda m, x, y: m(x, y)[1], torch.optim.SGD([model.lm_head.weight], 0.5))
 
 
