@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import re
+import types
 import weakref
 
 import pytest
@@ -315,6 +316,25 @@ def test_revert_under_accelerate(name):
     for module in ours:
         hooks.remove_hook_from_module(module)
     assert ours(inputs(name)).equal(stock(inputs(name))) and not any(map(hfnn.is_converted, ours.modules()))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_function_of_a_forward(captured):
+    """accelerate takes it out of the method for mixed precision, and calls it with the model."""
+
+    class Wrapper(nn.Linear):
+        def module(self):
+            raise AssertionError("it is the user's")
+
+    x = torch.ones(1, 4)
+    ours, other = hfnn.convert(Wrapper(4, 4), prefer="memory", capture=captured), nn.Linear(4, 4)
+    function, wanted = ours.forward.__func__, nn.Linear.forward(ours, x)
+    ours.forward = types.MethodType(lambda self, *args: function(self, *args) * 2, ours)
+    assert ours(x).equal(wanted * 2) and function(other, x).equal(other(x))
+    twin = copy.deepcopy(ours)
+    assert twin(x).equal(wanted * 2) and hfnn.is_converted(twin)
+    hfnn.revert(ours)
+    assert ours(x).equal(wanted * 2) and not hfnn.is_converted(ours)
 
 
 def test_a_forward_replaced_in_its_class(monkeypatch):

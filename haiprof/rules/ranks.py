@@ -63,6 +63,8 @@ def slow_rank(verdict):
             return None  # the loaders are alike, or it is not known: the one that is ahead waits for the other
     if own.batch[0] > (1 + UNEVEN) * fmean(rank.batch[0] for rank in others) > 0:
         return _uneven(verdict, share)
+    if min(map(late.per_second, late.charged)) >= LATE and (uneven := _uneven(verdict, share)):
+        return uneven  # all wait for all: the batches are the larger cause
     waits = ", ".join(f"rank {rank} {ms(late.waits[rank] / late.covered * step)}" for rank in sorted(phases))
     advice = attach(own, "--stacks", f"what rank {worst} does in {phase}")
     advice.append("compare its clocks, its throttling and its cores with the other ranks' below")

@@ -48,8 +48,8 @@ def by_structure(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model: consecutive modules of one class in an outermost module list.
 
     In addition, each embedding and each torch.nn.Linear outside of blocks that is as large as a block and does not
-    share its weight, because it need not be gathered while the blocks run. (Not an hfnn.Linear: its logits may be
-    computed after its forward.)
+    share its weight, because it need not be gathered while the blocks run. (Not one that hfnn computes: its logits may
+    be computed after its forward.)
     """
     blocks: list[nn.Module] = []
     _collect_blocks(model, blocks, leaves=False)
@@ -59,7 +59,7 @@ def by_structure(model: nn.Module) -> list[nn.Module]:
     least = min((_size(block) for block in blocks), default=0)
     uses = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     for m in model.modules():
-        alone = isinstance(m, nn.Embedding) or type(m).forward is nn.Linear.forward
+        alone = isinstance(m, nn.Embedding) or getattr(m.forward, "__func__", None) is nn.Linear.forward
         if blocks and alone and m not in inside and _size(m) >= least and all(uses[p] == 1 for p in m.parameters()):
             blocks.append(m)
     order = {m: i for i, m in enumerate(model.modules())}

@@ -117,9 +117,13 @@ class Capture(Bound):
 
         @functools.wraps(type(model).forward)
         def forward(capture, *args, **kwargs):
+            if isinstance(capture, nn.Module):  # m.forward.__func__ was called with a module
+                model, capture = capture, of(capture)
+                if capture is None:
+                    return type(model).forward(model, *args, **kwargs)
             if not capture.on or compiling():  # Dynamo cannot take the lock of a Capture
-                return capture.own(capture.module(), *args, **kwargs)
-            return capture(capture.module(), _own, args, kwargs)
+                return capture.own(capture.hfnn_module(), *args, **kwargs)
+            return capture(capture.hfnn_module(), _own, args, kwargs)
 
         self._forward = forward
 
@@ -140,7 +144,7 @@ class Capture(Bound):
 
     def release(self) -> None:
         """Undoes `capture`."""
-        own = vars(self.module())
+        own = vars(self.hfnn_module())
         for name in self.names():
             del own[name]
         if self.inner is not None and getattr(getattr(self.inner, "__self__", None), "on", True):
@@ -399,7 +403,7 @@ def _own(model: nn.Module, *args, **kwargs):
 def of(model: nn.Module) -> Capture | None:
     """The Capture of a captured model."""
     found = vars(model).get("_hfnn_capture")
-    return found if isinstance(found, Capture) and found.module() is model else None
+    return found if isinstance(found, Capture) and found.hfnn_module() is model else None
 
 
 def capture(model: nn.Module, shapes: int = SHAPES) -> None:

@@ -35,31 +35,31 @@ class Bound:
     made from `_how()`.
     """
 
-    __slots__ = ("__weakref__", "module", "on")
+    __slots__ = ("__weakref__", "hfnn_module", "on")
     NAMES = ("forward", "__prepare_scriptable__", "_replicate_for_data_parallel", "__getstate__")
 
     def __init__(self, module: nn.Module, on=True):
-        self.module, self.on = weakref.ref(module), on
+        self.hfnn_module, self.on = weakref.ref(module), on
 
     def names(self) -> list[str]:
         """The attributes of the module that are methods of this owner."""
-        own = vars(self.module()).items()  # not those under another name, where wrappers of the forward keep it
+        own = vars(self.hfnn_module()).items()  # not those under another name, where wrappers of the forward keep it
         return [name for name, value in own if getattr(value, "__self__", None) is self and value.__name__ == name]
 
     def put(self, names) -> None:
-        vars(self.module()).update({name: getattr(self, name) for name in names})
+        vars(self.hfnn_module()).update({name: getattr(self, name) for name in names})
 
     def __prepare_scriptable__(self):
         """torch.jit.script reads the source of `forward`: it gets the class's own."""
         _say_scripted()
-        module = self.module()
+        module = self.hfnn_module()
         for owner in {id(value.__self__): value.__self__ for value in _methods(module)}.values():
             owner.release()
         return module
 
     def _replicate_for_data_parallel(self):
         """The replica is a copy of the module's dict, whose forward would compute with this module's parameters."""
-        module = self.module()
+        module = self.hfnn_module()
         replica = type(module)._replicate_for_data_parallel(module)
         type(self)(replica, *self._how()).put({*self.NAMES, *self.names()})
         return replica
@@ -67,7 +67,7 @@ class Bound:
     def __getstate__(self):
         """The module's. A deep copy and pickle bind the methods to the new module; copy.copy makes a module without
         them, because it would share them."""
-        module = self.module()
+        module = self.hfnn_module()
         own = getattr(type(module), "__getstate__", None)  # that of `object` exists from Python 3.11 on
         plain = own is None or own is getattr(object, "__getstate__", None)
         state = vars(module).copy() if plain else own(module)
@@ -78,12 +78,12 @@ class Bound:
 
     def __deepcopy__(self, memo):
         """For the copy of the module, which is in `memo` before its attributes are copied."""
-        module = self.module()
+        module = self.hfnn_module()
         return type(self)(memo.get(id(module), module), *copy.deepcopy(self._how(), memo))
 
     def __reduce__(self):
         """Pickle writes a module before its attributes, so this refers to it."""
-        return type(self), (self.module(), *self._how())
+        return type(self), (self.hfnn_module(), *self._how())
 
 
 class Holder(Bound):
@@ -116,8 +116,8 @@ class Holder(Bound):
     def holds(self) -> bool:
         """Whether the target computes the forward. A proof whose values have changed ends here."""
         if not self.on or self.like is not None:
-            return self.on and self.still(self.module())
-        return forward_of(type(self.module())) == self.run.stock
+            return self.on and self.still(self.hfnn_module())
+        return forward_of(type(self.hfnn_module())) == self.run.stock
 
     def still(self, module: nn.Module) -> bool:
         """Whether a proof holds although a value is another object than at the last call."""
@@ -133,7 +133,7 @@ class Holder(Bound):
     def release(self) -> None:
         """Takes methods and settings out of the module again."""
         for name in (*self.names(), *settings(self.target), "_hfnn_use"):
-            vars(self.module()).pop(name, None)
+            vars(self.hfnn_module()).pop(name, None)
         self.on = False
 
     def _how(self) -> tuple:
@@ -152,7 +152,11 @@ def _say_scripted() -> None:
 
 _OF_TORCH = """\
 def forward(holder, {given}):
-    module = holder.module()
+    try:
+        module = holder.hfnn_module()
+    except AttributeError:  # m.forward.__func__ was called with a module
+        holder = held(holder)
+        module = holder.hfnn_module()
     if module is None:
         raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
     cls = type(module)
@@ -163,7 +167,11 @@ def forward(holder, {given}):
 # First the check for small calls, in which torch's own op would run anyway.
 _PROVED = """\
 def forward(holder, *args, **kwargs):
-    module = holder.module()
+    try:
+        module = holder.hfnn_module()
+    except AttributeError:  # m.forward.__func__ was called with a module
+        holder = held(holder)
+        module = holder.hfnn_module()
     if module is None:
         raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
     cls = type(module)
@@ -186,12 +194,18 @@ def _runner(cls: type, target: type, like) -> types.FunctionType:
     found = _runners.get(key)
     if found is not None:
         return found
-    cells = {"fused": target.forward if chosen is None else chosen(cls), "chosen": chosen, "like": like}
+    fused = target.forward if chosen is None else chosen(cls)
+    cells = {"fused": fused, "chosen": chosen, "like": like, "held": _held}
     text = _of_torch(stock, cells) if reads is None else _of_proof(target, reads, cells)
     exec(_compiled(text), cells)
     found = _runners[key] = functools.wraps(stock[0])(cells["forward"])
     found.stock, found.reads = stock, reads
     return found
+
+
+def _held(module: nn.Module) -> Bound:
+    """The owner of a module's forward; without one, an owner that is off."""
+    return holder_of(module) or Bound(module, on=False)
 
 
 _compiled = functools.lru_cache(maxsize=1024)(lambda text: compile(text, "<hfnn: forward>", "exec"))
@@ -231,7 +245,7 @@ def _of_proof(target: type, reads, cells: dict) -> str:
 def _passing(function):
     @functools.wraps(function)
     def method(holder, *args, **kwargs):
-        return function(holder.module(), *args, **kwargs)
+        return function(holder.hfnn_module(), *args, **kwargs)
 
     return method
 
@@ -273,7 +287,7 @@ def holder_of(module: nn.Module) -> Holder | None:
     own = vars(module)
     for name in ("forward", "__getstate__"):
         holder = getattr(own.get(name), "__self__", None)
-        if type(holder) is Holder and holder.module() is module and (holder.on or holder.why):
+        if type(holder) is Holder and holder.hfnn_module() is module and (holder.on or holder.why):
             return holder
     return None
 
@@ -284,7 +298,7 @@ def foreign_forward(module: nn.Module) -> bool:
     if own is None:
         return False
     owner = getattr(own, "__self__", None)
-    return not (type(own) is types.MethodType and isinstance(owner, Bound) and owner.module() is module)
+    return not (type(own) is types.MethodType and isinstance(owner, Bound) and owner.hfnn_module() is module)
 
 
 def target_of(module: nn.Module) -> type:

@@ -1,12 +1,12 @@
 """The output layer of a model that computes a loss from its logits.
 
 A language model of transformers says which layer makes its logits, and that it computes a loss of them: it got labels.
-In any other model the layer is found by use. Candidates are linear maps whose weight has the shape of the largest
-embedding's, and the last layer of the model if it widens its input. Each of their calls in which gradients are recorded
-gives deferred logits, and a `Use` counts what happens to them. After two calls in a row whose logits were read by
-anything but a recorded operation or a loss, the layer computes its logits for good, as `nn.Linear` does. Until two
-calls went by without a read, the logits are computed in forward besides, so a read finds them whatever has changed; an
-embedding's counterpart is believed from its first call on.
+In any other model the layer is found by use. Candidates are linear maps with the weight of an embedding, else the only
+one whose weight has the shape of the largest embedding's, else the last layer of the model if it widens its input. Each
+of their calls in which gradients are recorded gives deferred logits, and a `Use` counts what happens to them. After two
+calls in a row whose logits were read by anything but a recorded operation or a loss, the layer computes its logits for
+good, as `nn.Linear` does. Until two calls went by without a read, the logits are computed in forward besides, so a read
+finds them whatever has changed; an embedding's counterpart is believed from its first call on.
 """
 
 import contextvars
@@ -127,9 +127,12 @@ def deferrable(head: nn.Module) -> bool:
 
 def candidates(model: nn.Module) -> dict[nn.Module, Use]:
     """The linear maps of a model that may make its logits."""
-    sizes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)]
-    embedded = {size for size in sizes if size[0] == max(sizes)[0]}  # tokens, not positions
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
     maps = [m for m in layers if type(m) in (nn.Linear, linear.Linear) and m is not model]
-    known = {m: Use(known=True) for m in maps if tuple(m.weight.shape) in embedded}
-    return known or {m: Use(known=False) for m in maps if m is layers[-1] and m.out_features > m.in_features}
+    tied = [m for m in maps if any(m.weight is table for table in tables)]
+    largest = {tuple(table.shape) for table in tables if len(table) == max(map(len, tables))}  # tokens, not positions
+    alike = [m for m in maps if tuple(m.weight.shape) in largest]
+    if tied or len(alike) == 1:  # several are layers that happen to be as large
+        return {m: Use(known=True) for m in tied or alike}
+    return {m: Use(known=False) for m in maps if m is layers[-1] and m.out_features > m.in_features}

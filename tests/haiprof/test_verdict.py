@@ -113,6 +113,9 @@ def test_uneven_batches():
     late = lambda rank, i: 0.05 * (rank == i % 2)  # noqa: E731
     assert kinds(ranks(late=late)) == ["compute-bound"]
     assert kinds(ranks(late=late, batch=[[10, 1000, 150000]] * 2)) == ["uneven batches"]
+    most = lambda rank, i: 0.05 * (rank == (i % 3 > 0))  # noqa: E731
+    assert kinds(ranks(late=most, batch=[[10, 1000, 150000]] * 2)) == ["uneven batches"]
+    assert kinds(ranks(late=most)) == ["slow rank"]
     larger = ranks(late=lambda rank, i: 0.05 * rank, batch=[[10, 1000, 100000], [10, 2000, 400000]])
     assert kinds(larger) == ["uneven batches"]
 

@@ -5,6 +5,7 @@ import head_losses
 import pytest
 import torch
 from head_program import PROGRAMS, Last, Tied, batches
+from torch import nn
 
 import hfnn
 from hfnn.core.holder import target_of
@@ -73,6 +74,17 @@ def test_logits_that_are_read_are_torchs_from_the_third_call_on(make, name):
 def test_a_layer_that_widens_inside_a_model_is_not_watched():
     model = hfnn.convert(Tied(), prefer="memory")
     assert target_of(model.mlp[0]) is not Head and target_of(model.mlp[2]) is not Head
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_as_large_as_an_embedding_are_not_watched(tied):
+    """Keys and values of few heads in a model with few tokens, or projections and positions."""
+    body = [nn.Linear(32, 32), nn.Linear(32, 32)]
+    model = nn.Sequential(nn.Embedding(8, 32), nn.Embedding(32, 32), *body, nn.Linear(32, 8))
+    if tied:
+        model[-1].weight = model[0].weight
+    hfnn.convert(model, prefer="memory")
+    assert not any(target_of(m) is Head for m in body) and (target_of(model[-1]) is Head) == tied
 
 
 def test_defer_false_computes_logits_in_forward():
