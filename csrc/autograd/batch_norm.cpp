@@ -256,6 +256,9 @@ static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel
   const Tensor& x = *call.x;
   if (ambiguous(x)) return true;  // the layouts of torch's result and gradient depend on more
   if (on_gpu(x) && !call.training && layout.last() && x.requires_grad()) return true;
+  // torch asks cuDNN only with weight and bias; its own kernel keeps the order of x's dimensions.
+  const bool affine = call.weight->defined() && call.bias->defined();
+  if (on_gpu(x) && !affine && !x.is_contiguous(layout.format)) return true;
   if (!call.residual->defined()) return false;
   if (call.kind && x.size(1) % 8 && kernel.whole_bytes && layout.rows()) return true;
   if (on_gpu(x) || prefer == kMemory || forced) return false;

@@ -118,9 +118,8 @@ class Capture(Bound):
         @functools.wraps(type(model).forward)
         def forward(capture, *args, **kwargs):
             if isinstance(capture, nn.Module):  # m.forward.__func__ was called with a module
-                model, capture = capture, of(capture)
-                if capture is None:
-                    return type(model).forward(model, *args, **kwargs)
+                found = of(capture)
+                return found.forward(*args, **kwargs) if found else type(capture).forward(capture, *args, **kwargs)
             if not capture.on or compiling():  # Dynamo cannot take the lock of a Capture
                 return capture.own(capture.hfnn_module(), *args, **kwargs)
             return capture(capture.hfnn_module(), _own, args, kwargs)
@@ -184,8 +183,7 @@ class Capture(Bound):
             self._stream = self._backend and self._backend.stream()
         if self._backend is None:
             raise Unfit("it has no parameters on a GPU")
-        why = _why_not(args, kwargs)
-        if why is not None:
+        if (why := _why_not(args, kwargs)) is not None:
             raise Unfit(why)
         call = Call(args, kwargs)
         if self._backend.recording():
@@ -254,8 +252,7 @@ class Capture(Bound):
 
     def _stale(self, kind: Kind) -> bool:
         """Whether the graphs of a kind are outdated. They are dropped then."""
-        why = kind.pairs[0].snapshot.changed()
-        if why is not None:
+        if (why := kind.pairs[0].snapshot.changed()) is not None:
             kind.pairs.clear()
             kind.warm, kind.stale = 0, kind.stale + 1
             if kind.stale >= STALE:
@@ -363,13 +360,8 @@ def _why_not(args, kwargs) -> str | None:
         return "a mode observes torch's ops"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved tensors have hooks, as in a checkpoint or when they are offloaded"
-    module = torch_module
-    if (
-        module._global_forward_hooks
-        or module._global_forward_pre_hooks
-        or module._global_backward_hooks
-        or module._global_backward_pre_hooks
-    ):
+    kinds = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
+    if any(getattr(torch_module, f"_global_{kind}") for kind in kinds):
         return "there are hooks for all modules"
     return None
 

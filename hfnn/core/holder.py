@@ -150,8 +150,7 @@ def _say_scripted() -> None:
     )
 
 
-_OF_TORCH = """\
-def forward(holder, {given}):
+_MODULE = """
     try:
         module = holder.hfnn_module()
     except AttributeError:  # m.forward.__func__ was called with a module
@@ -160,24 +159,19 @@ def forward(holder, {given}):
     if module is None:
         raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
     cls = type(module)
-    if holder.on and {same}:
-        return fused(module, {passed})
-    return cls.forward(module, {passed})
+"""
+_OF_TORCH = f"""\
+def forward(holder, {{given}}):{_MODULE}\
+    if holder.on and {{same}}:
+        return fused(module, {{passed}})
+    return cls.forward(module, {{passed}})
 """
 # First the check for small calls, in which torch's own op would run anyway.
-_PROVED = """\
-def forward(holder, *args, **kwargs):
-    try:
-        module = holder.hfnn_module()
-    except AttributeError:  # m.forward.__func__ was called with a module
-        holder = held(holder)
-        module = holder.hfnn_module()
-    if module is None:
-        raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
-    cls = type(module)
-    if holder.on and {large}:
-        {values}own = vars(module)
-        if {same} or holder.still(module):
+_PROVED = f"""\
+def forward(holder, *args, **kwargs):{_MODULE}\
+    if holder.on and {{large}}:
+        {{values}}own = vars(module)
+        if {{same}} or holder.still(module):
             return fused(module, like, *args, **kwargs)
     return cls.forward(module, *args, **kwargs)
 """
