@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import own
 import rivals
 import torch
 from torch import nn
@@ -87,6 +88,15 @@ def _unet(layers, tiny):
     )
 
 
+def _own_gpt(layers, tiny):
+    small = {"width": 64, "heads": 2, "vocabulary": 512, "tokens": 64} if tiny else {}
+    return own.GPT(layers or (2 if tiny else 12), **small)
+
+
+def _own_vit(layers, tiny):
+    return own.ViT(layers or (2 if tiny else 12), **({"width": 64, "heads": 2, "size": 32} if tiny else {}))
+
+
 class _LoRA(nn.Module):
     """A frozen product plus one of rank 8, as in peft."""
 
@@ -123,6 +133,11 @@ def _text(model, batch, tokens):
     return {"input_ids": ids, "labels": ids}
 
 
+def _own_text(model, batch, tokens):
+    ids = torch.randint(model.wte.num_embeddings, (batch, tokens))
+    return {"ids": ids, "targets": ids.roll(-1, 1)}
+
+
 def _masked(model, batch, tokens):
     """15 of 100 tokens are masked."""
     ids = torch.randint(model.config.vocab_size, (batch, tokens))
@@ -146,6 +161,10 @@ def _own_loss(model, **batch):
 
 def _noise_loss(model, noise, **batch):
     return torch.nn.functional.mse_loss(model(**batch).sample, noise)
+
+
+def _second(model, **batch):
+    return model(**batch)[1]
 
 
 def _classes_loss(model, images, labels):
@@ -174,6 +193,8 @@ MODELS = {
     "convnext": Model(_convnext, (128, 224), batch=_images, loss=_classes_loss),
     "resnet": Model(_resnet, (128, 224), batch=_images, loss=_classes_loss),
     "unet": Model(_unet, (5, 512), (1, 64), batch=_noisy, loss=_noise_loss),
+    "own-gpt": Model(_own_gpt, (16, 1024), batch=_own_text, loss=_second),
+    "own-vit": Model(_own_vit, (128, 224), batch=_images, loss=_classes_loss),
     "gpt2-lora": Model(_lora(_gpt2), (16, 1024)),
     "llama-lora": Model(_lora(_llama), (8, 2048)),
 }
