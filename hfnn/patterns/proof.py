@@ -9,6 +9,7 @@ modules of the class with the same reads.
 import contextlib
 import copy
 import inspect
+import pickle
 import random
 import sys
 import types
@@ -265,14 +266,14 @@ def _other_generators():
     """Restores the generators of Python and of numpy; raises Refusal if something drew from them."""
     numpy = sys.modules.get("numpy")
     before, of_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
-    seen = repr(of_numpy)
+    seen = pickle.dumps(of_numpy)
     try:
         yield
     finally:
         moved = random.getstate() != before
         random.setstate(before)
         if numpy is not None:
-            moved = moved or repr(numpy.random.get_state(legacy=False)) != seen
+            moved = moved or pickle.dumps(numpy.random.get_state(legacy=False)) != seen
             numpy.random.set_state(of_numpy)
         if moved:
             raise Refusal("its forward draws random numbers from Python or numpy")
@@ -284,7 +285,8 @@ def seclusion():
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())  # of dispatch: FakeTensors, above all, have no values to compare
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":  # each of torch's functions would pass through Python
+            stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
