@@ -26,10 +26,10 @@ from hfnn.core.node import below, carries, described
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.patterns import probe
+from hfnn.patterns.feedforward import PRODUCTS
 from hfnn.patterns.kinds import function_of, likeness
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, bound, check, watched
-from hfnn.patterns.rows import PRODUCTS
 from hfnn.patterns.subclass import holds
 from hfnn.testing import error
 

@@ -3,7 +3,7 @@
 `Trace` runs a clone's own forward on tensors without values (`Value`); the clone's parts are leaves (`stand_in`).
 Methods, operators and functions with the same meaning become the same node of a torch.fx graph, arguments stand by
 position, and what changes nothing is left out. Whatever is not in the table CALLS, or would need a value, raises
-Refusal. rows.py has the patterns, rewrite.py finds them.
+Refusal. rows.py lists the patterns, rewrite.py finds them.
 """
 
 import functools

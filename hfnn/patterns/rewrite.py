@@ -1,4 +1,4 @@
-"""Modules in whose graph a row is found (rows.py): the rewritten graph, its proof, and what `convert` does with it.
+"""Modules in whose graph a row (row.py) is found: the rewritten graph, its proof, and what `convert` does with it.
 
 A module gets the rest of its graph as its forward: its parts are called as before, and the ops run in between. Before,
 the new forward, with torch's calls for the rows, is compared with the module's own on random numbers: in four dtypes,
@@ -21,10 +21,12 @@ from hfnn.ops import dropout, layer_norm
 from hfnn.ops.gated import OP
 from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.patterns import graph, probe
+from hfnn.patterns.feedforward import product
 from hfnn.patterns.kinds import BATCH_NORMS, Act, Map, function_of, kind_of
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, arguments, check
-from hfnn.patterns.rows import ROWS, Site, find, is_map, product
+from hfnn.patterns.row import Site, find, is_map
+from hfnn.patterns.rows import ROWS
 from hfnn.patterns.subclass import original
 
 

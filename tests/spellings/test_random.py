@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hfnn
-from hfnn.patterns import graph, proof, rewrite, rows
+from hfnn.patterns import feedforward, graph, proof, rewrite, row
 from hfnn.patterns.subclass import is_converted, title
 
 WIDTH, INNER = 32, 48
@@ -143,12 +143,12 @@ def _drops_a_scale(name, x, arguments):
 FAULTS = {
     "a scale is left out": (graph, "_same", lambda own: _drops_a_scale),
     "nothing is left out": (graph, "_same", lambda own: lambda *args: False),
-    "halves in the wrong order": (rows, "half", lambda own: lambda node: (o := own(node)) and (o[0], 1 - o[1])),
+    "halves in the wrong order": (feedforward, "half", lambda own: lambda node: (o := own(node)) and (o[0], 1 - o[1])),
     "no formulas": (graph, "name_formulas", lambda own: lambda of: False),
     "sizes are not looked at": (rewrite, "_ROWS", lambda own: own[:3]),
-    "one kind of activation for all": (rows, "_bound", lambda own: lambda kind, node: (o := own(kind, node)) and (
+    "one kind of activation for all": (row, "_bound", lambda own: lambda kind, node: (o := own(kind, node)) and (
         o[0], "silu" if kind == "gate" else o[1])),
-    "sums are not found": (rows, "name_of", lambda own: lambda node: None if own(node) == "add" else own(node)),
+    "sums are not found": (row, "name_of", lambda own: lambda node: None if own(node) == "add" else own(node)),
     "no proof": (rewrite, "check", lambda own: lambda *args, **how: None),
 }  # fmt: skip
 
