@@ -105,6 +105,7 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
             here.state = before
 
     functools.update_wrapper(routed, original)
+    routed.routes = original
     return routed
 
 

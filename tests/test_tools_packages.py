@@ -22,6 +22,12 @@ from hfnn.core.holder import holder_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+COUNTED = (
+    *("linear", "conv2d", "relu", "silu", "gelu", "softmax", "dropout", "layer_norm", "batch_norm", "max_pool2d"),
+    *("adaptive_avg_pool2d", "scaled_dot_product_attention"),
+)  # fmt: skip
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -110,6 +116,29 @@ def thop(model, x):
 def fvcore(model, x):
     found = pytest.importorskip("fvcore.nn").FlopCountAnalysis(model, x)
     return dict(found.by_module()), dict(found.by_operator())
+
+
+def ptflops(model, x):
+    count = pytest.importorskip("ptflops").get_model_complexity_info
+    return count(model, tuple(x.shape[1:]), as_strings=False, print_per_layer_stat=False, backend="pytorch")
+
+
+def calflops(model, x):
+    count = pytest.importorskip("calflops").calculate_flops
+    return count(model, input_shape=tuple(x.shape), output_as_string=False, print_results=False)
+
+
+def calls(model, x):
+    """Replaces functions of torch for a while, as tools do that count their calls."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for place, names in ((nn.functional, COUNTED), (torch, ("matmul", "einsum"))):
+            for name in names:
+                own = getattr(place, name)
+                patch.setattr(place, name, lambda *a, own=own, name=name, **k: (found.append(name), own(*a, **k))[1])
+        y = model(x)
+        copy.deepcopy(model).train()(x)
+    return found, y, model(x)
 
 
 def torchinfo(model, x):
@@ -244,9 +273,9 @@ def vmap(model, x):
 
 TOOLS = [
     *(pytest.param(captum(m), id=f"captum {m}") for m in ("DeepLift", "DeepLiftShap", "LRP", "IntegratedGradients")),
-    *(thop, fvcore, torchinfo, opacus, backpack, fx, fx_fuse, script, trace, quantize_dynamic),
-    *(quantize_static, fuse_modules, torchao, pruning, weight_norm, replicas, shallow, copies, export, make_fx),
-    *(functional_call, vmap),
+    *(thop, fvcore, ptflops, calflops, calls, torchinfo, opacus, backpack, fx, fx_fuse, script, trace),
+    *(quantize_dynamic, quantize_static, fuse_modules, torchao, pruning, weight_norm, replicas, shallow),
+    *(copies, export, make_fx, functional_call, vmap),
 ]
 
 

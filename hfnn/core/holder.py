@@ -4,6 +4,9 @@ Tools look modules up by their class, so the class stays. `attach` puts the meth
 `Holder.release` takes them out again, and makes the holder inert: whoever wrapped the forward since then calls the
 class's own. A bound method, because Dynamo guards it by its code; it guards an object with `__call__` by identity, and
 layers with equal code would be compiled one by one.
+
+A tool may replace functions of torch for a while, to count calls (calflops, ptflops). While one that a module's own
+forward refers to is replaced, this forward runs.
 """
 
 import copy
@@ -14,13 +17,25 @@ import sys
 import types
 import weakref
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 
 # Methods in which a torch module computes: a convolution's forward calls another method.
 COMPUTE = ("forward", "_conv_forward", "_output_padding")
 # Attributes that `convert` sets on modules, if what computes them reads it.
 SETTINGS = ("prefer", "recompute", "keep", "exact", "defer")
+
+
+# Functions of torch as they are without tools, by their expression. In torch itself: the products, which are also
+# methods of tensors, but tools replace both.
+_OWN = {
+    f"F.{name}": value
+    for name, value in vars(F).items()
+    if callable(value) and name[0].islower() and name not in vars(torch.overrides)
+}
+_OWN |= {f"torch.{name}": getattr(torch, name) for name in ("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum")}
 
 
 def forward_of(cls: type) -> tuple:
@@ -92,15 +107,16 @@ class Holder(Bound):
     target: a class whose functions run with the module as their first argument: `forward`, or that of
     `forward_for(class)`, and those that `methods(module)` names; like: the match of a proof, their second argument, or
     None for torch's own forwards; on: whether they are used; why: what has changed since, if a proof ended; cls: the
-    module's class then; run: the function of its forward; values: what the proof read of the module.
+    module's class then; of_torch: the functions of torch that its own forward refers to, given for a copy, which has
+    no parts yet; run: the function of its forward; values: what the proof read of the module.
     """
 
     __slots__ = ("cls", "like", "run", "target", "values", "why")
 
-    def __init__(self, module: nn.Module, target: type, like=None, on=True, why=None, cls: type | None = None):
+    def __init__(self, module, target: type, like=None, on=True, why=None, cls=None, of_torch=None):
         super().__init__(module, on)
         self.target, self.like, self.why, self.cls = target, like, why, cls or type(module)
-        self.run = _runner(self.cls, target, like)
+        self.run = _runner(self.cls, target, like, module, of_torch)
         self.values = (_UNSEEN,) * (0 if like is None else self.run.reads.count)
 
     @property
@@ -137,7 +153,7 @@ class Holder(Bound):
         self.on = False
 
     def _how(self) -> tuple:
-        return self.target, self.like, self.holds(), self.why, self.cls
+        return self.target, self.like, self.holds(), self.why, self.cls, self.run.of_torch
 
 
 _UNSEEN = object()
@@ -180,20 +196,27 @@ def forward(holder, *args, **kwargs):{_MODULE}\
 _runners: weakref.WeakValueDictionary[tuple, types.FunctionType] = weakref.WeakValueDictionary()
 
 
-def _runner(cls: type, target: type, like) -> types.FunctionType:
+def _runner(cls: type, target: type, like, module: nn.Module, of_torch: tuple | None) -> types.FunctionType:
     """The function of `Holder.forward`: checks and op in one, because each call inside counts in a small module."""
     stock, reads = forward_of(cls), None if like is None else like.depends(cls)
     chosen = getattr(target, "forward_for", None)
-    key = *map(id, stock), id(chosen or target.forward), like, *(() if reads is None else reads.key)
+    parts = () if chosen or of_torch is not None or not vars(module).get("_modules") else _compute(module)
+    key = *map(id, stock + parts), of_torch, id(chosen or target.forward), like, *(() if reads is None else reads.key)
     found = _runners.get(key)
     if found is not None:
         return found
     fused = target.forward if chosen is None else chosen(cls)
     cells = {"fused": fused, "chosen": chosen, "like": like, "held": _held}
-    text = _of_torch(stock, cells) if reads is None else _of_proof(target, reads, cells)
+    if of_torch is None:
+        of_class = () if reads is None or chosen else (value for *_, value in (*reads.methods, *reads.names))
+        of_torch = tuple(sorted(_refers([*stock, *of_class, *parts])))
+    cells |= {"F": F, "torch": torch, "routes": _routes}
+    cells |= {name.replace(".", "_"): _OWN[name] for name in of_torch}
+    own = [f"({name} is {(known := name.replace('.', '_'))} or routes({name}, {known}))" for name in of_torch]
+    text = _of_torch(stock, cells, own) if reads is None else _of_proof(target, reads, cells, own)
     exec(_compiled(text), cells)
     found = _runners[key] = functools.wraps(stock[0])(cells["forward"])
-    found.stock, found.reads = stock, reads
+    found.stock, found.reads, found.parts, found.of_torch = stock, reads, parts, of_torch
     return found
 
 
@@ -205,8 +228,37 @@ def _held(module: nn.Module) -> Bound:
 _compiled = functools.lru_cache(maxsize=1024)(lambda text: compile(text, "<hfnn: forward>", "exec"))
 
 
-def _of_torch(stock: tuple, cells: dict) -> str:
-    checks = []
+def _compute(module: nn.Module) -> tuple:
+    """The functions with which a module's parts compute."""
+    classes = dict.fromkeys(map(type, module.modules()))
+    return tuple(function for cls in classes for function in forward_of(cls) if function is not None)
+
+
+def _refers(queue: list) -> set[str]:
+    """The functions of torch, in `_OWN`, that functions refer to, also within those of torch.nn.functional."""
+    found: set[str] = set()
+    while queue:
+        function = queue.pop()
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+        new = set() if code is None else _names(code) - found
+        found |= new
+        queue += (_OWN[name] for name in new if getattr(_OWN[name], "__globals__", None) is vars(F))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> frozenset[str]:
+    found = {f"{of}.{name}" for name in code.co_names for of in ("F", "torch")} & _OWN.keys()
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found.union(*map(_names, inner)))
+
+
+def _routes(function, of_torch) -> bool:
+    """Whether a function of torch was replaced by hfnn itself (hfnn/patch.py)."""
+    return getattr(function, "routes", None) is of_torch
+
+
+def _of_torch(stock: tuple, cells: dict, checks: list[str]) -> str:
     for number, (name, function) in enumerate(zip(COMPUTE, stock, strict=True)):
         if function is not None:
             cells[f"_{number}"] = function
@@ -221,7 +273,7 @@ def _of_torch(stock: tuple, cells: dict) -> str:
     return _OF_TORCH.format(given=given, passed=passed, same=" and ".join(checks))
 
 
-def _of_proof(target: type, reads, cells: dict) -> str:
+def _of_proof(target: type, reads, cells: dict, own: list[str]) -> str:
     checks, of_checks = reads.checks()
     cells |= of_checks | {"compiling": is_dynamo_compiling}
     large = "not compiling()"
@@ -230,6 +282,7 @@ def _of_proof(target: type, reads, cells: dict) -> str:
         large = f"len(args) == 1 and not kwargs and not passes(args[0], module.prefer) and {large}"
     elif hasattr(target, "_hfnn_small"):
         cells["small"], large = target._hfnn_small, f"{large} and not small(module, like, args, kwargs)"
+    large = " and ".join((large, *own))
     values = "".join(f"v{number}, " for number in range(reads.count))
     values = f"{values}= holder.values; " if values else ""
     return _PROVED.format(large=large, values=values, same=" and ".join(checks))
