@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from cProfile import Profile
 
 import cli
@@ -124,19 +125,19 @@ def functions(name: str, options) -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(options.lines)
 
 
-def _child(name: str, options, sender) -> None:
+def _child(work, name: str, options, sender) -> None:
     warnings.simplefilter("ignore")
     try:
-        sender.send(measure(name, options))
+        sender.send(work(name, options))
     except host_models.Skip as why:
         sender.send({"skip": str(why)})
 
 
-def ask(name: str, options) -> dict | None:
-    """`measure` in its own process; None if it fails or takes too long."""
+def ask(work: Callable, name: str, options) -> dict | None:
+    """`work(name, options)` in its own process; None if it fails or takes too long."""
     context = multiprocessing.get_context("spawn" if options.device == "cuda" else "fork")
     receiver, sender = context.Pipe(False)
-    process = context.Process(target=_child, args=(name, options, sender))
+    process = context.Process(target=_child, args=(work, name, options, sender))
     process.start()
     sender.close()
     try:
@@ -174,7 +175,7 @@ def main(argv=None) -> int:
     path, failed = report.path(options.results, options.device, "-host"), []
     with report.shown(table, f"{path.stem}: processor time of a step, converted over stock") as rows:
         for name in options.models:
-            found = ask(name, options)
+            found = ask(measure, name, options)
             if found is None or "skip" in found:
                 failed += [name] if found is None else []
                 print(f"{name}: {'failed' if found is None else 'skipped: ' + found['skip']}", flush=True)

@@ -87,21 +87,29 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
         result = fn()
     found, graph = Saved(), list(nodes(result))
     seen = {key for p in leaves(node for _, node in graph) for key in parts.storages(p)}
-    ops = {}
+    for kept, op, size in counted(record, graph, seen):
+        found.total += size
+        found.by_op[op] = found.by_op.get(op, 0) + size
+        found.casts += size * kept.cast
+    # Last: a tensor that is a saved tensor of any node counts as such.
+    for _, node in graph:
+        found.aside += sum(size for _, size in set_aside(node, seen))
+    return found
+
+
+def counted(record: Record, graph: list, seen: set[int]) -> Iterator[tuple[SavedTensor, str, int]]:
+    """(what was packed and is kept, its op, bytes) of storages that are not in `seen`, which then has them, too.
+
+    graph: (name of the op, node), as `nodes` gives them.
+    """
+    ops: dict[SavedTensor, str] = {}
     for op, node in graph:
         for kept in packed(node):
             ops.setdefault(kept, op)
     for kept in (*ops, *record.alive(reached=ops)):
         if new := kept.storages.keys() - seen:
             seen |= new
-            op, size = ops.get(kept, FROM_PYTHON), sum(kept.storages[key] for key in new)
-            found.total += size
-            found.by_op[op] = found.by_op.get(op, 0) + size
-            found.casts += size * kept.cast
-    # Last: a tensor that is a saved tensor of any node counts as such.
-    for _, node in graph:
-        found.aside += sum(size for _, size in set_aside(node, seen))
-    return found
+            yield kept, ops.get(kept, FROM_PYTHON), sum(kept.storages[key] for key in new)
 
 
 def unpack(kept: SavedTensor) -> torch.Tensor:
