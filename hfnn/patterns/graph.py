@@ -8,6 +8,7 @@ Refusal. rows.py lists the patterns, rewrite.py finds them.
 
 import functools
 import inspect
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
+from hfnn.patterns.shapes import shape_of
 from hfnn.patterns.subclass import original
 
 # name(arguments): functions that depend only on the values of their arguments.
@@ -29,7 +31,7 @@ leaky_relu(a, negative_slope=0.01, inplace=False) hardswish(a, inplace=False) so
 dropout(a, p=0.5, training=True, inplace=False) linear(a, weight, bias=None)
 layer_norm(a, normalized_shape, weight=None, bias=None, eps=1e-5) chunk(a, chunks, dim=0) split(a, size, dim=0)
 unbind(a, dim=0) getitem(a, index) cat(tensors, dim=0) flatten(a, start_dim=0, end_dim=-1) transpose(a, dim0, dim1)
-mean(a, dim, keepdim=False) unsqueeze(a, dim) squeeze(a, dim) to(a, dtype) contiguous(a)
+mean(a, dim, keepdim=False) unsqueeze(a, dim) squeeze(a, dim) to(a, dtype) as_type(a, x) contiguous(a)
 """
 # Other names of the same functions; those of casts ask for a dtype in their own way (`_cast`).
 ALIASES = {
@@ -50,13 +52,23 @@ def quick_gelu(a):
     return a * torch.sigmoid(1.702 * a)
 
 
-gelu.__module__ = quick_gelu.__module__ = "hfnn"  # in the source of a graph they are hfnn_gelu, hfnn_quick_gelu
+def relu_squared(a):
+    return torch.square(F.relu(a))
+
+
+def as_type(a, x):
+    return a.to(x.dtype)
+
+
+OWN = gelu, quick_gelu, relu_squared, as_type
+for _own in OWN:
+    _own.__module__ = "hfnn"  # in the source of a graph they are hfnn_gelu, ...
 SIGNATURES = {
     name: inspect.signature(eval(f"lambda {arguments}: None"))  # of the table above
     for name, arguments in re.findall(r"(\w+)\((.*?)\)", CALLS, re.DOTALL)
 }
 # name -> the function that stands for all of this name
-TARGETS: dict[str, Callable] = {"gelu": gelu, "quick_gelu": quick_gelu, "div": operator.truediv}
+TARGETS: dict[str, Callable] = {own.__name__: own for own in OWN} | {"div": operator.truediv}
 TARGETS |= {name: getattr(operator, name) for name in _OPERATORS}
 for _name, _how in SIGNATURES.items():
     _owner = F if "inplace" in _how.parameters or "weight" in _how.parameters else torch
@@ -98,10 +110,11 @@ def _values(nest):
 
 
 class Trace:
-    """A graph that is being recorded. views: nodes of which others share the memory."""
+    """A graph that is being recorded. views: nodes of which others share the memory; dtype: of inputs and parameters,
+    with 16 bits, in which `.float()` and `.to(x.dtype)` are two things."""
 
-    def __init__(self):
-        self.graph, self.views = fx.Graph(), set()
+    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+        self.graph, self.views, self.dtype = fx.Graph(), set(), dtype
 
     def value(self, shape: tuple[int, ...], dtype: torch.dtype, node: fx.Node) -> Value:
         found = torch.Tensor._make_subclass(Value, torch.empty(shape, dtype=dtype, device="meta"))
@@ -109,17 +122,16 @@ class Trace:
         return found
 
     def input(self, name: str, shape: tuple[int, ...]) -> Value:
-        # With 16 bits, in which `.float()` and `.to(x.dtype)` are two things.
-        return self.value(shape, torch.bfloat16, self.graph.placeholder(name))
+        return self.value(shape, self.dtype, self.graph.placeholder(name))
 
     def parameter(self, path: str, shape: tuple[int, ...]) -> Value:
-        found = self.value(shape, torch.bfloat16, self.graph.get_attr(path))
+        found = self.value(shape, self.dtype, self.graph.get_attr(path))
         found._is_param = True  # isinstance(found, nn.Parameter)
         return found
 
-    def part(self, name: str, x: Value, outputs: int | None = None) -> Value:
-        """The result of a part, of the shape of x except for its last dimension."""
-        return self.value((*x.shape[:-1], outputs or x.shape[-1]), x.dtype, self.graph.call_module(name, (x.node,)))
+    def part(self, name: str, x: Value, shape: tuple[int, ...] | None = None) -> Value:
+        """The result of a part, of the shape of x if of no other."""
+        return self.value(x.shape if shape is None else shape, x.dtype, self.graph.call_module(name, (x.node,)))
 
     def call(self, func, args, kwargs):
         """torch's function on values of the trace."""
@@ -192,10 +204,10 @@ def _same(name: str, x: Value, arguments: tuple) -> bool:
 
 
 # Functions of each element, of which formulas consist, and the activations that formulas may be.
-_POINTWISE = ("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "exp", "erf", "sigmoid", "tanh")
+_POINTWISE = ("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "exp", "erf", "sigmoid", "tanh", "relu")
 _FORMULAS = {
     "silu": ("silu",), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "sigmoid": ("sigmoid",),
-    "quick_gelu": ("quick_gelu",),
+    "quick_gelu": ("quick_gelu",), "relu_squared": ("relu_squared",),
 }  # fmt: skip
 
 
@@ -222,9 +234,10 @@ def name_formulas(of: fx.Graph) -> bool:
                 continue
             with of.inserting_before(node):
                 y = of.call_function(TARGETS[_FORMULAS[f][0]], (x, *_FORMULAS[f][1:]))
+                y.meta["formula"] = f
                 for factor, _ in rest:
                     y = of.call_function(operator.mul, (y, factor))
-            y.meta, count = dict(node.meta), count + 1
+            y.meta, count = {**node.meta, **y.meta}, count + 1
             node.replace_all_uses_with(y)
             break
     for node in reversed(list(of.nodes)):
@@ -267,15 +280,29 @@ def _evaluated(node, x, at):
     return None if any(each is None for each in given) else torch.as_tensor(TARGETS[name_of(node)](*given))
 
 
+def follow(first: fx.Graph, second: fx.Graph) -> None:
+    """Writes `as_type(a, x0)` for casts to the input's dtype, which are those that differ between traces of one forward
+    in two dtypes. Raises Refusal if more differs."""
+    for a, b in zip(first.nodes, second.nodes, strict=False):
+        if name_of(a) == name_of(b) == "to" and a.args[1] is not b.args[1]:
+            for node in (a, b):
+                node.target, node.args = (
+                    as_type,
+                    (node.args[0], next(n for n in node.graph.nodes if n.op == "placeholder")),
+                )
+    if str(first) != str(second):
+        raise Refusal("its forward depends on the dtype of its input")
+
+
 @dataclass(frozen=True)
 class Leaf:
     """The forward of a part's stand-in. In a trace it is a node; on numbers it mixes a row in a way of its own, so that
-    its position matters. outputs: the length of its rows, or None if it keeps that of its input."""
+    its position matters. shape: of the result, by that of its input."""
 
     name: str
     number: int
     identity: bool
-    outputs: int | None
+    shape: Callable
 
     def __call__(self, *args, **kwargs):
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
@@ -283,26 +310,41 @@ class Leaf:
         (x,) = args
         if self.identity:
             return x
-        return x.trace.part(self.name, x, self.outputs) if isinstance(x, Value) else self._mixed(x)
+        if isinstance(x, Value):
+            return x.trace.part(self.name, x, self.shape(tuple(x.shape)))
+        return self._mixed(x, self.shape(tuple(x.shape)))
 
-    def _mixed(self, x):
+    def _mixed(self, x, shape):
+        if not x.numel():
+            return x.new_zeros(shape)
         places = torch.arange(x.shape[-1], dtype=torch.float64) + 3 * self.number
         y = x * places.cos().to(x.dtype) + x.roll(self.number, -1)
-        if self.outputs is None:
-            return y
-        places = torch.arange(self.outputs) * (2 * self.number + 5) + self.number
-        return y.index_select(-1, places % x.shape[-1]) * places.double().sin().to(x.dtype)
+        y = y if len(shape) == y.dim() else y.reshape(-1)
+        for dim, size in enumerate(shape if len(shape) == y.dim() else (math.prod(shape),)):
+            if size != y.shape[dim]:
+                places = torch.arange(size) * (2 * self.number + 5) + self.number
+                y = y.index_select(dim, places % y.shape[dim])
+                factors = places.double().sin().to(x.dtype)
+                y = y * factors.view(-1, *(1,) * (y.dim() - dim - 1))
+        return y.view(shape)
 
 
-def stand_in(part, name, number, kind, training, notes, dtype, trace=None):
+def stand_in(part, name, number, kind, training, notes, dtype, trace=None, strict=True):
     """A clone of a part whose forward is a `Leaf`. dtype: of its parameters, which have no numbers in a trace."""
-    parameters = dict(part._parameters)
+    leaf = Leaf(name, number, kind == "identity", functools.partial(shape_of, part, kind, strict=strict))
+    cls = original(type(part)) or type(part)
+    parameters = stand_ins(part, f"{name}.", dtype, trace)
+    return probe.clone(part, notes.of_part(name, part), training, parameters, changed={"forward": leaf}, cls=cls)
+
+
+def stand_ins(module, prefix, dtype, trace=None) -> dict:
+    """Parameters like those of a module, with small random numbers, or none in a trace."""
+    parameters = dict(module._parameters)
     for own, p in parameters.items():
         if p is not None and trace is not None:
-            parameters[own] = trace.parameter(f"{name}.{own}", tuple(p.shape))
+            parameters[own] = trace.parameter(prefix + own, tuple(p.shape))
         elif p is not None:
-            drawn = torch.randn(p.shape if p.dim() < 2 else ()).to(dtype)
+            # A part's matrix is not read, so one number will do.
+            drawn = torch.randn(p.shape if p.dim() < 2 or not prefix else ()).to(dtype)
             parameters[own] = nn.Parameter(drawn.expand(p.shape))
-    leaf = Leaf(name, number, kind == "identity", getattr(kind, "outputs", None))
-    cls = original(type(part)) or type(part)
-    return probe.clone(part, notes.of_part(name, part), training, parameters, changed={"forward": leaf}, cls=cls)
+    return parameters

@@ -20,9 +20,10 @@ from hfnn.core.kernel import forced
 from hfnn.ops import dropout, layer_norm
 from hfnn.ops.gated import OP
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.patterns import graph, probe
+from hfnn.patterns import graph, probe, shapes
 from hfnn.patterns.feedforward import product
-from hfnn.patterns.kinds import BATCH_NORMS, Act, Map, function_of, kind_of
+from hfnn.patterns.graph import name_of
+from hfnn.patterns.kinds import Act, Map, function_of, kind_of
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, arguments, check
 from hfnn.patterns.row import Site, find, is_map
@@ -46,7 +47,10 @@ class Rewritten:
         return size // args[0].shape[-1] * width < like.op.floors[self.prefer][args[0].is_cuda]
 
     def forward(self, like, *args, **kwargs):
-        if len(args) != like.inputs or kwargs or transformed() or not all(map(is_plain, args)) or not like.open(self):
+        if (
+            len(args) != like.inputs or kwargs or transformed() or not all(map(is_plain, args))
+            or not like.open(self) or not like.takes(args)
+        ):  # fmt: skip
             return stock_of(self).forward(self, *args, **kwargs)
         return compiled(like.sources[self.training])(self, *args)
 
@@ -56,7 +60,9 @@ class Fused(Match):
     """A rewritten graph. sources: its code in eval and in training; found: (row, names, f) of each site; names: of all
     parts; held: (part, what it must be) of the parts that are not called; maps: parts whose results may be computed
     again in backward; keep: activations whose results are kept anyway; map: the first map of a module that has only
-    products; dtypes: parts whose weights must have one dtype, which a forward may ask for.
+    products; dtypes: parts whose weights must have one dtype, which a forward may ask for; given: the inputs' sizes,
+    None where any will do, or None for inputs of any rank; casts: whether the result depends on the inputs' dtype,
+    which must be one; own: the module's parameters with their shapes.
     """
 
     inputs: int
@@ -68,6 +74,9 @@ class Fused(Match):
     keep: tuple[str, ...]
     map: str | None
     dtypes: tuple[str, ...]
+    given: tuple[tuple[int | None, ...], ...] | None
+    casts: bool
+    own: tuple[tuple[str, tuple[int, ...]], ...]
     mixin = Rewritten
 
     def ops(self) -> list:
@@ -92,7 +101,20 @@ class Fused(Match):
         weights = [parts[name]._parameters.get("weight") for name in self.dtypes]
         if len({weight.dtype for weight in weights if weight is not None}) > 1:
             return False
+        own = module._parameters
+        if any(own.get(name) is None or tuple(own[name].shape) != shape for name, shape in self.own):
+            return False
         return all(_is_open(parts[name], kind) for name, kind in self.held)
+
+    def takes(self, args) -> bool:
+        """Whether the inputs are of those for which the graph was made."""
+        if self.casts and any(x.dtype is not args[0].dtype for x in args):
+            return False
+        return self.given is None or all(map(_fits, args, self.given))
+
+
+def _fits(x, sizes) -> bool:
+    return x.dim() == len(sizes) and all(n is None or n == size for n, size in zip(sizes, x.shape, strict=True))
 
 
 def _is_open(part, kind: str) -> bool:
@@ -115,7 +137,7 @@ def compiled(source: str) -> Callable:
 
 
 def _function(source: str, of_row: Callable) -> Callable:
-    names = {"torch": torch, "hfnn_gelu": graph.gelu, "hfnn_quick_gelu": graph.quick_gelu}
+    names = {"torch": torch, **{f"hfnn_{own.__name__}": own for own in graph.OWN}}
     names |= {f"hfnn_{name}": of_row(row) for name, row in ROWS.items()}
     exec(source, names)
     return names["forward"]
@@ -131,17 +153,15 @@ def read(module: nn.Module) -> Fused | Refusal | None:
     """The rewritten graph of a module, also if no row is in it; None if it has other parts than the rows."""
     parts, cls = module._modules, type(module)
     foreign = cls.__module__.startswith(("torch.", "hfnn.")) and cls is not nn.Sequential
-    if foreign or not 1 <= len(parts) <= 64 or None in parts.values() or module._buffers:
+    if foreign or len(parts) > 64 or None in parts.values() or module._buffers:
         return None
-    if any(p is not None for p in module._parameters.values()):
-        return None
-    kinds = {name: kind_of(part) for name, part in parts.items()}
-    inputs = arguments(cls)
+    kinds, inputs = {name: kind_of(part) for name, part in parts.items()}, arguments(cls)
     but, loud = _hint(kinds, cls, inputs)
     if but is None:
         return None
     classes = {name: weakref.ref(original(type(part)) or type(part)) for name, part in parts.items()}
-    key = tuple((name, kind, classes[name], _first(parts, name)) for name, kind in kinds.items())
+    own = tuple((name, p if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    key = own, *((name, kind, classes[name], _first(parts, name)) for name, kind in kinds.items())
     like = _proofs.of(module, key, lambda notes: _prove(module, notes, kinds, inputs or 1), but)
     return like if loud or isinstance(like, Match) else None
 
@@ -155,22 +175,27 @@ def _first(parts, name: str) -> str:
 
 
 def _hint(kinds, cls, inputs) -> tuple[str | None, bool]:
-    """(how a reason begins, whether reports say it) for a module with the parts of a row."""
+    """(how a reason begins, whether reports say it); None for a module that is not traced."""
     found = list(kinds.values())
     maps, acts = (sum(isinstance(kind, of) for kind in found) for of in (Map, Act))
     if inputs in (0, 1, 2) and "batch_norm" in found:
         return "it has batch norms, but ", True
-    if inputs not in (0, 1, 2) or cls is nn.Sequential or not maps or len(found) > 8 or "other" in found:
+    if cls is nn.Sequential or inputs not in (0, 1, 2, 3) or (inputs == 0 and not maps) or len(found) > MOST_PARTS:
         return None, False
+    if "other" in found or not maps or inputs > 2:
+        return "", False
     if inputs < 2:
         return "it has the parts of a feed-forward network, but ", maps > 1 and acts > 0
     only = maps == 1 and {*found} - {None, "dropout", "layer_norm"} == {kind for kind in found if isinstance(kind, Map)}
-    return ("it has the parts of a residual connection, but " if "dropout" in found else None), only
+    return ("it has the parts of a residual connection, but " if "dropout" in found else ""), only
 
 
-def _traced(module, notes, kinds, training, shapes) -> fx.Graph:
-    trace = graph.Trace()
-    clone = _clone(module, notes, kinds, training, torch.bfloat16, trace)
+MOST_PARTS = 16
+
+
+def _traced(module, notes, kinds, training, shapes, dtype=torch.bfloat16) -> fx.Graph:
+    trace = graph.Trace(dtype)
+    clone = _clone(module, notes, kinds, training, dtype, trace)
     with torch.no_grad():
         y = type(clone).forward(clone, *(trace.input(f"x{i}", shape) for i, shape in enumerate(shapes)))
     if not isinstance(y, graph.Value) or y.node.op == "placeholder":
@@ -184,56 +209,47 @@ def _traced(module, notes, kinds, training, shapes) -> fx.Graph:
 
 
 def _clone(module, notes, kinds, training, dtype, trace=None):
-    made, how = {}, (training, notes, dtype, trace)
+    # A batch norm is tried with few channels.
+    made, how = {}, (training, notes, dtype, trace, "batch_norm" not in kinds.values())
     for number, (name, part) in enumerate(module._modules.items()):
         first = made.get(_first(module._modules, name))
         made[name] = first or graph.stand_in(part, name, number + 1, kinds[name], *how)
-    return probe.clone(module, notes, training, {}, made)
+    return probe.clone(module, notes, training, graph.stand_ins(module, "", dtype, trace), made)
 
 
-def _shapes(module, kinds, inputs):
-    """Shapes of inputs that may fit the parts: three to compute with, and others, which only a trace can take."""
-    norm = next((part for name, part in module._modules.items() if kinds[name] == "batch_norm"), None)
-    if norm is not None:
-        dims = BATCH_NORMS[type(norm)]
-        sizes = (3, 4, 4, 5, 3), (2, 6, 3, 4, 5), (3, 4, 2, 2, 1), (1, 1, 1, 1, 1), (999, 1024, 777, 512, 64)
-        yield [(each[:dims],) * inputs for each in sizes]
-        return
-    maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
-    for width in dict.fromkeys(kind.inputs for kind in maps):
-        lasts = (width, maps[-1].outputs)[:inputs]
-        yield [tuple((*rows, last) for last in lasts) for rows in _ROWS]
-
-
-_ROWS = (2, 3), (6,), (1, 2, 3), (1, 1), (999, 4096)
 CASES = tuple(itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16), (False, True)))
 
 
-def _prove(module, notes, kinds, inputs) -> Fused:
-    traced, graphs, why = functools.partial(_traced, module, notes, kinds), None, None
-    for shapes in _shapes(module, kinds, inputs):
+def _graphs(traced, module, kinds, inputs):
+    """(the graphs in eval and in training, the inputs' shapes, the sizes that they must have)"""
+    why = None
+    for sizes, given in shapes.candidates(module, kinds, inputs):
         try:
-            graphs = [traced(training=training, shapes=shapes[0]) for training in (False, True)]
-            break
-        except Refusal as refusal:
+            graphs = [traced(training, sizes[0]) for training in (False, True)]
+            for training, of in zip((False, True), graphs, strict=True):
+                if any(str(traced(training, shape)) != str(of) for shape in sizes[1:]):
+                    raise Refusal("its forward depends on sizes")
+                graph.follow(of, traced(training, sizes[0], torch.float16))
+            return graphs, sizes, given
+        except Exception as refusal:  # this runs the author's code
             why = why or refusal
-    if graphs is None:
-        raise why
+    raise why or Refusal("the shapes of its inputs are not known")
+
+
+def _prove(module, notes, kinds, inputs) -> Fused:
+    graphs, sizes, given = _graphs(functools.partial(_traced, module, notes, kinds), module, kinds, inputs)
     for name, part in notes.parts.items():
         if part.methods - {"forward"}:
             raise Refusal(f"its forward calls {', '.join(sorted(part.methods - {'forward'}))} of {name}")
-    for shape, (training, of) in itertools.product(shapes[3:], enumerate(graphs)):
-        if str(traced(training=bool(training), shapes=shape)) != str(of):
-            raise Refusal("its forward depends on sizes")
     exact = "batch_norm" in kinds.values() or not sum(map(graph.name_formulas, graphs))
-    like = _rewritten(module, kinds, inputs, graphs)
+    like = _rewritten(module, kinds, inputs, graphs, given)
     if not like.found and not like.maps and not like.keep:
         if "batch_norm" not in kinds.values():
             raise Refusal("it puts its parts together in another way")
         return like
     for number, (dtype, training) in enumerate(CASES):
         clone = _clone(module, notes, kinds, training, dtype)
-        given = [torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3] for shape in shapes[number % 3]]
+        x = [torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3] for shape in sizes[number % 3]]
         function = _function(like.sources[training], lambda row: row.by_parts)
 
         def definition(parts, *given, function=function):
@@ -241,13 +257,13 @@ def _prove(module, notes, kinds, inputs) -> Fused:
             return function(parts, *given)
 
         how = {"within": 0.0, "wide": False} if exact else {}  # a formula rounds in its own way
-        names = ("the input", "the second input")[:inputs]
+        names = ("the input", "the second input", "the third input")[:inputs]
         setting = f"{dtype}, {'training' if training else 'eval'}"
-        check(clone, tuple(x.to(dtype) for x in given), definition, setting, names=names, **how)
+        check(clone, tuple(each.to(dtype) for each in x), definition, setting, names=names, **how)
     return like
 
 
-def _rewritten(module, kinds, inputs, graphs) -> Fused:
+def _rewritten(module, kinds, inputs, graphs, given) -> Fused:
     in_eval, sites = map(_sites, graphs)
     held = {name: kind for name, kind in kinds.items() if kind == "identity"}
     for site in (*in_eval, *sites):
@@ -265,6 +281,9 @@ def _rewritten(module, kinds, inputs, graphs) -> Fused:
         dtypes=tuple(
             name for name, kind in kinds.items() if isinstance(kind, Map) and "batch_norm" not in kinds.values()
         ),
+        given=given,
+        casts=any(name_of(node) == "as_type" for of in graphs for node in of.nodes),
+        own=tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None),
         sources=tuple(map(_source, graphs, (in_eval, sites))),
     )
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from hfnn.ops.batch_norm import ACTIVATIONS
@@ -49,7 +50,12 @@ class Row:
     @functools.cached_property
     def root(self) -> fx.Node:
         """The last node of the pattern, in the spelling of graph.py."""
-        trace = graph.Trace()
+        first, second = (self._traced(dtype) for dtype in (torch.bfloat16, torch.float16))
+        graph.follow(first.graph, second.graph)
+        return first
+
+    def _traced(self, dtype) -> fx.Node:
+        trace = graph.Trace(dtype)
         part = lambda name: functools.partial(trace.part, name)  # noqa: E731
         given = [part(name) if name in self.parts else trace.input(name, (2, 3, 4)) for name in self.names]
         return self.pattern(*given).node
@@ -97,7 +103,10 @@ class Site:
     def title(self) -> str:
         """The parts that the op's inputs come from, or those that it replaces."""
         if self.row.whole:
-            return ", ".join(filter(None, (self.producer(n) for n in self.bound if n not in self.row.parts)))
+            return (
+                ", ".join(filter(None, (self.producer(n) for n in self.bound if n not in self.row.parts)))
+                or "a formula"
+            )
         act = self.bound["act"] if isinstance(self.bound["act"], str) else self.bound["act"][0]
         return " + ".join([self.bound["norm"], *["sum"] * ("residual" in self.bound), act])
 
@@ -108,7 +117,7 @@ def is_map(node) -> bool:
 
 def _bound(kind: str, node: fx.Node):
     """(what a node calls, the name of its activation) if it is of a row's kind, else None. kind: "gate", "relu", "act"
-    (behind a batch norm), or that of a part."""
+    (behind a batch norm), "formula" (an activation that was written out), or that of a part."""
     if node.op == "call_module":
         part = node.meta["kind"]
         if isinstance(part, Act):
@@ -116,6 +125,8 @@ def _bound(kind: str, node: fx.Node):
             return (node.target, f) if f and kind in ("gate", "act", f) else None
         return (node.target, None) if part == kind else None
     name = name_of(node)
+    if kind == "formula":
+        return ((name, *node.args[1:]), node.meta["formula"]) if "formula" in node.meta else None
     if kind in ("dropout", "layer_norm"):
         return ((name, *node.args[1:]), None) if name == kind and not node.meta.get("writes") else None
     f = name if name != "gelu" or kind == "act" else {"none": "gelu", "tanh": "gelu_tanh"}.get(node.args[1])
@@ -140,8 +151,8 @@ def find(row: Row, root: fx.Node) -> Site | None:
 
 def _fits(site, pattern, node) -> bool:
     """Whether a node is that of the pattern; binds the pattern's arguments."""
-    if not isinstance(node, fx.Node):
-        return False
+    if not isinstance(pattern, fx.Node) or not isinstance(node, fx.Node):
+        return pattern == node  # constants
     if pattern.op == "placeholder":
         return site.bound.setdefault(pattern.name, node) is node
     if site.inner and len(node.users) != 1:

@@ -7,6 +7,7 @@ must be found by one of the modules.
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hfnn
-from hfnn.patterns import feedforward, graph, proof, rewrite, row
+from hfnn.patterns import feedforward, graph, proof, rewrite, row, shapes
 from hfnn.patterns.subclass import is_converted, title
 
 WIDTH, INNER = 32, 48
@@ -40,7 +41,7 @@ NORMS = "self.norm({x})", "F.layer_norm({x}, (32,), self.norm.weight, self.norm.
 MISSES = (
     "{g}, {u} = {g} * 1.1, {u}", "{u} = {u}.detach()", "{g} = {g}.clamp(-1, 1)", "{u} = {u} + 0.1",
     "{g} = {g} * (2 if {g}.shape[0] > 100 else 1)", "{g} = {g} + {u}", "{u} = {u} * (1 if {u}.sum() > 0 else 2)",
-    "{g} = {g} * (2 if {g}.dtype is torch.float16 else 1)",
+    "{g} = {g} * (2 if {g}.dtype is torch.float64 else 1)",
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def wrong(seed) -> str | None:
     stock, inputs, found, source = build(seed)
     ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
     became = title(ours) if is_converted(ours) else ""
-    if " inside" in became:
+    if " inside" in became or re.search("hfnn (silu|gelu|sigmoid) of", became):  # of a near miss
         became = ""
     if (found is None) != (became == "") or (found or "") not in became:
         return f"seed {seed}: {became or rewrite.read(stock)!s}, not {found}:\n{source}"
@@ -145,7 +146,7 @@ FAULTS = {
     "nothing is left out": (graph, "_same", lambda own: lambda *args: False),
     "halves in the wrong order": (feedforward, "half", lambda own: lambda node: (o := own(node)) and (o[0], 1 - o[1])),
     "no formulas": (graph, "name_formulas", lambda own: lambda of: False),
-    "sizes are not looked at": (rewrite, "_ROWS", lambda own: own[:3]),
+    "sizes are not looked at": (shapes, "_ROWS", lambda own: own[:3]),
     "one kind of activation for all": (row, "_bound", lambda own: lambda kind, node: (o := own(kind, node)) and (
         o[0], "silu" if kind == "gate" else o[1])),
     "sums are not found": (row, "name_of", lambda own: lambda node: None if own(node) == "add" else own(node)),
