@@ -171,7 +171,7 @@ def _formula(groups, eps, kind, slope, out_dtype):
     return formula
 
 
-def _fits(x, groups, weight, bias, eps) -> bool:
+def _fits(x, groups, weight, bias, eps, out) -> bool:
     """Whether a kernel accepts these; if not, torch's own op runs or raises."""
     if x.dim() < 2 or x.numel() == 0 or type(groups) is not int or type(eps) not in (int, float):
         return False
@@ -185,7 +185,12 @@ def _fits(x, groups, weight, bias, eps) -> bool:
     if weight is None and bias is not None:  # torch's backward raises
         return False
     # On CUDA torch accepts parameters of another dtype only under autocast.
-    return not on_gpu(x) or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
+    return (
+        not on_gpu(x)
+        or out is not None
+        or autocasting(x)
+        or all(p is None or p.dtype is x.dtype for p in (weight, bias))
+    )
 
 
 def _slower(size, kind) -> bool:
@@ -197,10 +202,10 @@ def _slower(size, kind) -> bool:
     return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
 
 
-def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
-    """The result by a kernel, or None if torch's own ops must run."""
-    kernel = None if op.passes(x, prefer) else select(op, x, weight, bias, prefer=prefer)
-    if kernel is None or not _fits(x, groups, weight, bias, eps):
+def _run(op, x, groups, weight, bias, eps, kind, slope, prefer, out=None):
+    """The result by a kernel, or None if torch's own ops must run. out: its dtype, if it is not torch's choice."""
+    kernel = None if op.passes(x, prefer) else select(op, x, weight, bias, out=out, prefer=prefer)
+    if kernel is None or not _fits(x, groups, weight, bias, eps, out):
         return None
     size = x.numel() // (x.shape[0] * x.shape[1])
     if not on_gpu(x) and prefer != "memory" and forced() is None and _slower(size, kind):
@@ -216,7 +221,7 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
         return None  # the former in the interpreter
     last = last or (kernel.name == "cpp" and size == 1)
     bias_dtype = None if bias is None else bias.dtype
-    how = kernel, groups, eps, kind, slope, layout, last, op.out_dtype(x), bias_dtype
+    how = kernel, groups, eps, kind, slope, layout, last, out or op.out_dtype(x), bias_dtype
     y, mean, rstd = below(_compute, x, weight, bias, how)
     return (_ACT_NODE if kind else _NODE)(y, how, x, weight, bias, mean, rstd)
 
@@ -248,6 +253,11 @@ def group_norm(
     """
     y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
     return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y
+
+
+def fused(x, groups, weight, bias, eps, out, prefer):
+    """The result in dtype `out`, or None if torch's own ops must run: for forwards that compute it in float32."""
+    return _run(OP, x, groups, weight, bias, eps, 0, 0.0, prefer, out)
 
 
 def group_norm_act(

@@ -29,16 +29,29 @@ add(a, b) sub(a, b) mul(a, b) div(a, b) neg(a) pow(a, b) square(a) sqrt(a) rsqrt
 sigmoid(a) tanh(a) gelu(a, approximate="none") relu(a, inplace=False) relu6(a, inplace=False) silu(a, inplace=False)
 leaky_relu(a, negative_slope=0.01, inplace=False) hardswish(a, inplace=False) softmax(a, dim, dtype=None)
 dropout(a, p=0.5, training=True, inplace=False) linear(a, weight, bias=None)
-layer_norm(a, normalized_shape, weight=None, bias=None, eps=1e-5) chunk(a, chunks, dim=0) split(a, size, dim=0)
+layer_norm(a, normalized_shape, weight=None, bias=None, eps=1e-5) normalize(a, p=2.0, dim=1, eps=1e-12, out=None)
+group_norm(a, num_groups, weight=None, bias=None, eps=1e-5) chunk(a, chunks, dim=0) split(a, size, dim=0)
 unbind(a, dim=0) getitem(a, index) cat(tensors, dim=0) flatten(a, start_dim=0, end_dim=-1) transpose(a, dim0, dim1)
-mean(a, dim, keepdim=False) unsqueeze(a, dim) squeeze(a, dim) to(a, dtype) as_type(a, x) contiguous(a)
+permute(a, *dims) mean(a, dim, keepdim=False) unsqueeze(a, dim) squeeze(a, dim) to(a, dtype) as_type(a, x) contiguous(a)
 """
 # Other names of the same functions; those of casts ask for a dtype in their own way (`_cast`).
 ALIASES = {
     "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "concat": "cat",
     "concatenate": "cat", "swapaxes": "transpose", "type_as": "to", "type": "to", "float": "to",
 }  # fmt: skip
-VIEWS = "chunk", "split", "unbind", "getitem", "flatten", "transpose", "unsqueeze", "squeeze", "contiguous", "to"
+VIEWS = (
+    "chunk",
+    "split",
+    "unbind",
+    "getitem",
+    "flatten",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+    "to",
+)
 ANSWERS = "shape", "size", "dtype", "ndim", "dim", "numel", "layout"
 _OPERATORS = ("add", "sub", "mul", "neg", "pow", "matmul", "getitem")
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, slice, type(Ellipsis))
@@ -56,11 +69,19 @@ def relu_squared(a):
     return torch.square(F.relu(a))
 
 
+def to(a, dtype):
+    return a.to(dtype)
+
+
 def as_type(a, x):
     return a.to(x.dtype)
 
 
-OWN = gelu, quick_gelu, relu_squared, as_type
+def contiguous(a):
+    return a.contiguous()
+
+
+OWN = gelu, quick_gelu, relu_squared, to, as_type, contiguous
 for _own in OWN:
     _own.__module__ = "hfnn"  # in the source of a graph they are hfnn_gelu, ...
 SIGNATURES = {
@@ -71,7 +92,7 @@ SIGNATURES = {
 TARGETS: dict[str, Callable] = {own.__name__: own for own in OWN} | {"div": operator.truediv}
 TARGETS |= {name: getattr(operator, name) for name in _OPERATORS}
 for _name, _how in SIGNATURES.items():
-    _owner = F if "inplace" in _how.parameters or "weight" in _how.parameters else torch
+    _owner = F if {"inplace", "weight", "p"} & {*_how.parameters} else torch
     TARGETS.setdefault(_name, getattr(_owner, _name, None) or getattr(torch.Tensor, _name, None))
 _NAMES = {target: name for name, target in TARGETS.items()} | {operator.iadd: "add_"}
 # torch's functions -> (name in CALLS, whether the operands are swapped, whether the first is written to)
@@ -150,6 +171,10 @@ class Trace:
                 raise Refusal(f"its forward calls {called} with arguments that are not followed") from None
             given.apply_defaults()
             inplace = given.arguments.pop("inplace", False) or inplace
+            if given.arguments.pop("out", None) is not None:
+                raise Refusal(f"its forward calls {called} with out")
+            if called == "permute" and isinstance(given.arguments["dims"][0], (list, tuple)):
+                (given.arguments["dims"],) = given.arguments["dims"]
             arguments, x = tuple(map(_argument, given.arguments.values())), next(_values((args, kwargs)))
             if _same(called, x, arguments):
                 self.views.add(x.node)  # torch may make another tensor

@@ -31,7 +31,8 @@ BATCH_NORMS = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # dimen
 ACTIVATIONS_OF = {
     nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Hardswish: "hardswish",
 }  # fmt: skip
-_KINDS = {nn.Dropout: "dropout", nn.LayerNorm: "layer_norm", **dict.fromkeys(BATCH_NORMS, "batch_norm")}
+_KINDS = {nn.Dropout: "dropout", **dict.fromkeys(BATCH_NORMS, "batch_norm")}
+_KINDS |= {nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm"}
 for _table in (BATCH_NORMS, ACTIVATIONS_OF, _KINDS):
     _table |= {ROOMS[torch_class]: value for torch_class, value in _table.items()}
 _KINDS[nn.Identity] = "identity"
@@ -44,8 +45,9 @@ _TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoi
 
 
 def kind_of(part) -> Map | Act | str | None:
-    """What the rows ask of a part; "other" for one with parts, None for one without."""
-    kind = _KINDS.get(type(part)) or _map(part) or ("other" if part._modules else None)
+    """What the rows ask of a part; "norm" for one of that name, "other" for one with parts, else None."""
+    named = "norm" if "norm" in type(part).__name__.lower() else None
+    kind = _KINDS.get(type(part)) or _map(part) or named or ("other" if part._modules else None)
     if kind is None and not (part._parameters or part._buffers):
         f, own = function_of(part) or likeness(part), ACTIVATIONS_OF.get(type(part))
         return Act(f, own) if f or own else None

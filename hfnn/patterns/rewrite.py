@@ -17,7 +17,7 @@ from torch import fx, nn
 from hfnn.core.context import is_bare, is_plain, transformed
 from hfnn.core.holder import like_of, stock_of, target_of
 from hfnn.core.kernel import forced
-from hfnn.ops import dropout, layer_norm
+from hfnn.ops import dropout, group_norm, layer_norm, linear
 from hfnn.ops.gated import OP
 from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.patterns import graph, probe, shapes
@@ -91,7 +91,7 @@ class Fused(Match):
         by_op = {}
         for op, (_, title, f) in zip(self.ops(), self.found, strict=True):
             by_op.setdefault(op.name + (f" ({f})" if op is OP else ""), []).append(title)
-        return "hfnn " + "; ".join(f"{op} of {', '.join(titles)}" for op, titles in by_op.items())
+        return "hfnn " + "; ".join(f"{op} of {', '.join(dict.fromkeys(titles))}" for op, titles in by_op.items())
 
     def open(self, module) -> bool:
         """Whether the parts are those of the proof, and those that the ops replace need not be called."""
@@ -127,7 +127,10 @@ def _is_open(part, kind: str) -> bool:
 
 
 # Others draw and round in another way.
-_ROOMS = {"dropout": dropout.Dropout, "layer_norm": layer_norm.LayerNorm}
+_ROOMS = {
+    "dropout": dropout.Dropout, "layer_norm": layer_norm.LayerNorm, "group_norm": group_norm.GroupNorm,
+    "map": linear.Linear,
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -242,25 +245,43 @@ def _prove(module, notes, kinds, inputs) -> Fused:
         if part.methods - {"forward"}:
             raise Refusal(f"its forward calls {', '.join(sorted(part.methods - {'forward'}))} of {name}")
     exact = "batch_norm" in kinds.values() or not sum(map(graph.name_formulas, graphs))
+    limits = any(name_of(node) == "normalize" for of in graphs for node in of.nodes)  # which it computes itself
     like = _rewritten(module, kinds, inputs, graphs, given)
     if not like.found and not like.maps and not like.keep:
         if "batch_norm" not in kinds.values():
             raise Refusal("it puts its parts together in another way")
         return like
+    # A formula rounds in its own way.
+    how = {"limits": limits} | ({"within": 0.0, "wide": False} if exact else {})
     for number, (dtype, training) in enumerate(CASES):
-        clone = _clone(module, notes, kinds, training, dtype)
-        x = [torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3] for shape in sizes[number % 3]]
         function = _function(like.sources[training], lambda row: row.by_parts)
-
-        def definition(parts, *given, function=function):
-            vars(parts)["prefer"] = "auto"
-            return function(parts, *given)
-
-        how = {"within": 0.0, "wide": False} if exact else {}  # a formula rounds in its own way
-        names = ("the input", "the second input", "the third input")[:inputs]
-        setting = f"{dtype}, {'training' if training else 'eval'}"
-        check(clone, tuple(each.to(dtype) for each in x), definition, setting, names=names, **how)
+        x = [(torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3]).to(dtype) for shape in sizes[number % 3]]
+        _compare(functools.partial(_clone, module, notes, kinds, training), function, x, dtype, like.casts, how)
     return like
+
+
+def _compare(clone_of, function, x, dtype, casts, how) -> None:
+    """Raises Differs if a module's own forward differs from a function, with parameters of its inputs' dtype; if it
+    casts, also of float32. One of the two may raise, as torch's norms do."""
+    why, setting = None, f"{dtype}, {'training' if clone_of(dtype).training else 'eval'}"
+
+    def definition(parts, *given):
+        vars(parts)["prefer"] = "auto"
+        return function(parts, *given)
+
+    dtypes = (dtype, torch.float32)[: 1 + (casts and dtype is not torch.float32)]
+    for own in dtypes:
+        clone = clone_of(own)
+        try:
+            with torch.no_grad():
+                type(clone).forward(clone, *x)
+        except Exception as error:  # this runs the author's code
+            if why is not None or len(dtypes) == 1:
+                raise
+            why = error
+            continue
+        names = ("the input", "the second input", "the third input")[: len(x)]
+        check(clone, tuple(x), definition, setting, names=names, **how)
 
 
 def _rewritten(module, kinds, inputs, graphs, given) -> Fused:
@@ -303,11 +324,13 @@ def _sites(of: fx.Graph) -> list[Site]:
 
 def _source(of: fx.Graph, sites) -> str:
     """The graph with the ops of the sites, as the source of a function."""
+    made = {}
     for site in sites:
         with of.inserting_before(site.inner[0]):
-            given = [site.bound[name] for name in site.row.names]
+            given = [fx.map_arg(site.bound[name], lambda node: made.get(node, node)) for name in site.row.names]
             given = [of.get_attr(value) if isinstance(value, str) else value for value in given]
             op = of.call_function(site.row.stands, (of.get_attr("prefer"), *given, *site.more))
+        made[site.inner[0]] = op
         site.inner[0].replace_all_uses_with(op)
         for node in site.inner:
             of.erase_node(node)

@@ -24,7 +24,7 @@ class Row:
     """pattern: the graph, as a function; parts: {argument: the kind of what it calls}; compute: the op, a function of
     `prefer`, the pattern's arguments and `more`. op: for reports, or by the activation's name. more: (site) -> further
     arguments, or None if the site does not fit. whole: whether the module's own forward runs if a part must be called;
-    else `compute` calls it. define: the pattern, if it takes `more`.
+    else `compute` calls it. define: the pattern, if it takes `more`. numbers: whether a value may be a number.
     """
 
     pattern: Callable
@@ -34,6 +34,7 @@ class Row:
     more: Callable = lambda site: ()
     whole: bool = True
     define: Callable | None = None
+    numbers: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,20 +94,22 @@ class Site:
     def producer(self, name: str) -> str | None:
         """The linear part whose result an argument is."""
         node = self.bound[name]
-        return node.target if node is not None and is_map(node) else None
+        return node.target if isinstance(node, fx.Node) and is_map(node) else None
 
     def held(self) -> dict[str, str]:
         """{part that the op replaces: what it must be}"""
         parts = {self.bound[name]: kind for name, kind in self.row.parts.items() if isinstance(self.bound[name], str)}
-        return {part: self.f if kind in ("gate", "relu") else kind for part, kind in parts.items()}
+        return {part: self.f if kind in ("gate", "relu", "norm") else kind for part, kind in parts.items()}
 
     def title(self) -> str:
         """The parts that the op's inputs come from, or those that it replaces."""
         if self.row.whole:
-            return (
-                ", ".join(filter(None, (self.producer(n) for n in self.bound if n not in self.row.parts)))
-                or "a formula"
-            )
+            nodes = [
+                self.bound[n] for n in self.bound if n not in self.row.parts and isinstance(self.bound[n], fx.Node)
+            ]
+            parts = [node.target for node in nodes if node.op == "call_module"]
+            maps = [node.target for node in nodes if is_map(node)]
+            return ", ".join(maps or [*self.held(), *parts]) or "a formula"
         act = self.bound["act"] if isinstance(self.bound["act"], str) else self.bound["act"][0]
         return " + ".join([self.bound["norm"], *["sum"] * ("residual" in self.bound), act])
 
@@ -117,17 +120,24 @@ def is_map(node) -> bool:
 
 def _bound(kind: str, node: fx.Node):
     """(what a node calls, the name of its activation) if it is of a row's kind, else None. kind: "gate", "relu", "act"
-    (behind a batch norm), "formula" (an activation that was written out), or that of a part."""
+    (behind a batch norm), "formula" (an activation that was written out), "norm" (of layers or groups), "map",
+    or that of a part."""
+    if kind == "norm":
+        of = node.meta["kind"] if node.op == "call_module" else name_of(node)
+        called = node.target if node.op == "call_module" else (of, *node.args[1:])
+        return (called, of) if of in ("layer_norm", "group_norm") else None
     if node.op == "call_module":
         part = node.meta["kind"]
         if isinstance(part, Act):
             f = part.own if kind == "act" else part.f
             return (node.target, f) if f and kind in ("gate", "act", f) else None
-        return (node.target, None) if part == kind else None
+        return (node.target, None) if part == kind or (kind == "map" and isinstance(part, Map)) else None
     name = name_of(node)
+    if kind == "map":
+        return None
     if kind == "formula":
         return ((name, *node.args[1:]), node.meta["formula"]) if "formula" in node.meta else None
-    if kind in ("dropout", "layer_norm"):
+    if kind in ("dropout", "layer_norm", "normalize"):
         return ((name, *node.args[1:]), None) if name == kind and not node.meta.get("writes") else None
     f = name if name != "gelu" or kind == "act" else {"none": "gelu", "tanh": "gelu_tanh"}.get(node.args[1])
     fits = f in ACTIVATIONS[1:] if kind == "act" else f in GATES and kind in ("gate", f)
@@ -151,10 +161,13 @@ def find(row: Row, root: fx.Node) -> Site | None:
 
 def _fits(site, pattern, node) -> bool:
     """Whether a node is that of the pattern; binds the pattern's arguments."""
-    if not isinstance(pattern, fx.Node) or not isinstance(node, fx.Node):
-        return pattern == node  # constants
+    if not isinstance(pattern, fx.Node):
+        return type(pattern) is type(node) and pattern == node
     if pattern.op == "placeholder":
-        return site.bound.setdefault(pattern.name, node) is node
+        fits = isinstance(node, fx.Node) or (site.row.numbers and type(node) in (int, float))
+        return fits and site.bound.setdefault(pattern.name, node) is node
+    if not isinstance(node, fx.Node):
+        return False
     if site.inner and len(node.users) != 1:
         return False
     if pattern.op == "call_module":

@@ -10,6 +10,9 @@ graph.py brings the forward to one spelling first, so that a row (row.py) is wri
 rewrite.py searches the graphs of modules for rows, and proves what it finds. The first row that fits takes its nodes.
 """
 
-from hfnn.patterns import activation, feedforward, norm_act, residual
+from hfnn.patterns import activation, feedforward, norm, norm_act, residual
 
-ROWS = {row.pattern.__name__: row for row in (*feedforward.ROWS, *residual.ROWS, *norm_act.ROWS, *activation.ROWS)}
+ROWS = {
+    row.pattern.__name__: row
+    for row in (*feedforward.ROWS, *residual.ROWS, *norm_act.ROWS, *norm.ROWS, *activation.ROWS)
+}

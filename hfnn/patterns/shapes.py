@@ -77,7 +77,7 @@ def _forms(part, kind) -> list[tuple]:
     if isinstance(kind, Map):
         return [("b", "t", kind.inputs)]
     if isinstance(part, nn.Sequential):
-        return _forms(part[0], kind_of(part[0])) if len(part) else []
+        return next(filter(None, (_forms(each, kind_of(each)) for each in part)), [])
     if isinstance(part, nn.LayerNorm):
         return [("b", "t", *part.normalized_shape)]
     if isinstance(part, nn.GroupNorm):

@@ -48,7 +48,7 @@ def kept(model, inputs) -> int:
 def test_program(program, prefer, device):
     stock = program.build().to(device)
     inputs = tuple(x.to(device) for x in program.inputs())
-    ours, wide = hfnn.convert(copy.deepcopy(stock), prefer=prefer), copy.deepcopy(stock).double()
+    ours, wide = hfnn.convert(copy.deepcopy(stock), prefer=prefer), program.wide(copy.deepcopy(stock))
     became = "; ".join(row.to for row in hfnn.report(ours).swapped)
     assert (program.op in became) == (program.target is not None), became
 
