@@ -15,7 +15,7 @@ from hfnn.core.context import context
 from hfnn.core.kernel import Op
 from hfnn.core.node import below, described, double_backward
 
-# How many times scale and shift must be smaller than x, and the size of x from which on this is worth its host time.
+# How many times scale and shift must be smaller than x, and the size of x from which on this pays for its host time.
 SMALLER, FLOOR = 4, 1 << 17
 
 

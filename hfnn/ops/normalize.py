@@ -33,7 +33,7 @@ def _gradients(dy, needs, how, x, length):
     inner = (dy * x).sum(dim, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     # As torch's: none where the limit holds, nor at zero.
     slope = (inner / length / limited).masked_fill_((length < eps) | (length == 0), 0)
-    return (torch.addcmul(dy, x, slope.to(x.dtype), value=-1).div_(limited),)
+    return (torch.addcmul(dy, x, slope.to(dy.dtype), value=-1).div_(limited),)
 
 
 def _second(dy, needs, how, x, length):

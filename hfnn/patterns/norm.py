@@ -14,7 +14,6 @@ from hfnn.ops import affine, group_norm, layer_norm, normalize
 from hfnn.patterns.graph import name_of
 from hfnn.patterns.row import Row, call
 
-
 WIDE_FLOOR = 1 << 19  # elements
 
 
@@ -66,11 +65,8 @@ def _of_norm(site):
 def _is_normed(node) -> bool:
     if name_of(node) in ("to", "as_type", "contiguous", "mul"):
         return any(_is_normed(each) for each in node.all_input_nodes)
-    return node.meta.get("kind") in ("layer_norm", "group_norm", "norm") or name_of(node) in (
-        "layer_norm",
-        "group_norm",
-        "normalize",
-    )
+    what = node.meta["kind"] if node.op == "call_module" else name_of(node)
+    return what in ("layer_norm", "group_norm", "norm", "normalize")
 
 
 def _affine(prefer, x, scale, shift=None):

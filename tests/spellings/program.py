@@ -14,7 +14,7 @@ class Program:
     build: () -> the module; inputs: () -> its inputs. op: what reports call the replacement. stock, target: bytes kept
     for backward of a call in training, before and after `convert`; activations have a megabyte or more. within: how far
     from the target. target=None: a near miss, in which the op must not be found; it may keep no more than stock.
-    draws: whether training draws random numbers: then values are compared in eval. wide: the module in float64, of a copy.
+    draws: whether training draws random numbers: then values are compared in eval. wide: makes a copy float64.
     """
 
     name: str
