@@ -59,21 +59,21 @@ def _pair(case, dtype, device, generator=None):
     return tuple(t.to(dtype).to(device) for t in (gate, up)), {}
 
 
-def halves(packed, gate_first: bool = True):
+def halves(packed, gate_first: bool = True, dim: int = -1):
     """(gate, up), views of a packed (..., 2F). Raises ValueError if the last dimension is odd."""
-    if packed.dim() == 0 or packed.shape[-1] % 2:
+    if packed.dim() == 0 or packed.shape[dim] % 2:
         raise ValueError(
             "without `up` the first tensor holds gate and up as the halves of its last dimension, which must be even; "
             f"got the shape {tuple(packed.shape)}: pass gate and up where they are two tensors"
         )
-    first, second = packed.chunk(2, -1)
+    first, second = packed.chunk(2, dim)
     return (first, second) if gate_first else (second, first)
 
 
-def formula(gate, up, activation: str, gate_first: bool = True):
+def formula(gate, up, activation: str, gate_first: bool = True, dim: int = -1):
     """The product by torch's own ops; `up` is None if `gate` is packed."""
     if up is None:
-        gate, up = halves(gate, gate_first)
+        gate, up = halves(gate, gate_first, dim)
     return GATES[activation].torch(gate) * up
 
 
@@ -81,19 +81,19 @@ _KINDS = {gate.kind: name for name, gate in GATES.items()}
 _natives: dict = {}  # the calls in C++, by the ops' names
 
 
-def _second(dy, needs, gate, up, kind, gate_first):
+def _second(dy, needs, gate, up, kind, gate_first, dim):
     """The gradients by differentiable ops."""
-    own = functools.partial(formula, activation=_KINDS[kind], gate_first=gate_first)
+    own = functools.partial(formula, activation=_KINDS[kind], gate_first=gate_first, dim=dim)
     if up is None:
         return double_backward(lambda packed: own(packed, None), (gate,), needs[:1], dy)
     return double_backward(own, (gate, up), needs, dy)
 
 
-def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
-    """f(gate) * up by a kernel of `op`, or None if torch's own ops must run."""
+def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str, dim: int = -1):
+    """f(gate) * up by a kernel of `op`, or None if torch's own ops must run. dim: of the halves, from the end."""
     if op.name not in _natives:
         _natives[op.name] = native.call("gated", op, _second)
-    y = NotImplemented if compiling() else _natives[op.name](gate, up, GATES[activation].kind, gate_first, prefer)
+    y = NotImplemented if compiling() else _natives[op.name](gate, up, GATES[activation].kind, gate_first, dim, prefer)
     # Autocast leaves these ops alone.
     return op.left(gate, up, out=gate.dtype, prefer=prefer) if y is NotImplemented else y
 
@@ -208,11 +208,11 @@ REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
 class _Halves(Op):
     def run(self, input, prefer, arguments):
         (dim,) = arguments
-        if type(dim) is not int or dim not in (-1, input.dim() - 1) or input.dim() == 0 or not is_plain(input):
+        if type(dim) is not int or not is_plain(input) or not -input.dim() <= dim < input.dim():
             return None
-        if input.shape[-1] % 2:
+        if input.shape[dim] % 2:
             return None
-        return product(self, "sigmoid", input, None, False, prefer)
+        return product(self, "sigmoid", input, None, False, prefer, dim if dim < 0 else dim - input.dim())
 
 
 def _glu(x, dim=-1):
@@ -233,8 +233,8 @@ glu = table.function(
     [inspect.Parameter("dim", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=-1)],
     """`torch.nn.functional.glu`, letting its consumer rebuild the output.
 
-    y = a sigmoid(b), (a, b) = the halves of x. Shapes: input (..., 2F), result (..., F) along the last dimension; along
-    another one torch's own op runs. Raises what torch raises.
+    y = a sigmoid(b), (a, b) = the halves of x. Shapes: input (..., 2F), result (..., F) along the last dimension. Along
+    another one a contiguous x is needed; else torch's own op runs. Raises what torch raises.
 
     Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2017. https://arxiv.org/abs/1612.08083
     """,

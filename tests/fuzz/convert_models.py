@@ -167,6 +167,7 @@ LAYERS = {
     "rms_norm_like": Layer(LAST, 2, own.RMSNormLike),
     "softmax": Layer(LAST, 0.6, lambda D, name: getattr(nn, name)(-1), _choose(("Softmax", "LogSoftmax"))),
     "glu": Layer(LAST, 1.5, lambda D: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU(-1))),
+    "glu_channels": Layer(("channels",), 1.5, lambda D: nn.Sequential(nn.Conv1d(D, 2 * D, 1), nn.GLU(1))),
     "dropout": Layer(ALL, 2, lambda D, *how: nn.Dropout(*how), _choose((0.0, 0.0, 0.5), (False, False, True))),
     "group_norm": Layer(
         FIRST,

@@ -1,5 +1,6 @@
 """Gated products beyond the contract: packed tensors, rows with gaps, extreme values, kinks, what they keep."""
 
+import copy
 import math
 
 import pytest
@@ -177,10 +178,37 @@ def test_glu_has_a_recipe():
     assert recipe.counter.taken == 1
 
 
-def test_glu_along_other_dimensions_is_torchs():
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_glu_along_other_dimensions(dim):
+    """As torch's, with strides and second derivatives, where x is contiguous; else torch's own."""
     x = leaf(4, 6, 8)
-    for dim in (0, 1, -2):
-        assert torch.equal(hfnn.functional.glu(x, dim, prefer="memory"), nn.functional.glu(x, dim))
+    y, wanted = hfnn.functional.glu(x, dim, prefer="memory"), nn.functional.glu(x, dim)
+    assert y.grad_fn.name().startswith("_Gated") and y.stride() == wanted.stride()
+    dy = torch.randn_like(y)
+    (dx,), (wanted_dx,) = (torch.autograd.grad(z, x, dy) for z in (y, wanted))
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(dx, wanted_dx)
+    assert dx.stride() == wanted_dx.stride()
+    double = x.detach().double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda z: hfnn.functional.glu(z, dim, prefer="memory"), double)
+    moved = x.detach().transpose(0, 1).requires_grad_()
+    assert torch.equal(hfnn.functional.glu(moved, 1, prefer="memory"), nn.functional.glu(moved, 1))
+    assert not hfnn.functional.glu(moved, 1, prefer="memory").grad_fn.name().startswith("_Gated")
+
+
+def test_a_convolution_takes_the_recipe_of_glu_along_its_channels():
+    """The input of glu is kept, in place of both."""
+    model = nn.Sequential(nn.Conv1d(8, 64, 1), nn.GLU(1), nn.Conv1d(32, 8, 3))
+    ours, x = hfnn.convert(copy.deepcopy(model), prefer="memory"), leaf(4, 8, 100)
+    kept = [hfnn.memory.saved_bytes(lambda made=made: made(x)).total for made in (model, ours)]
+    assert kept == [4 * (x.numel() + 4 * 96 * 100), 4 * (x.numel() + 4 * 64 * 100)]
+    grads = [torch.autograd.grad(made(x).square().sum(), (x, *made.parameters())) for made in (model, ours)]
+    for found, wanted in zip(*grads[::-1], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_glu_on_its_last_dimension():
+    x = leaf(4, 6, 8)
     assert hfnn.functional.glu(x, 2, prefer="memory").grad_fn.name().startswith("_Gated")
     assert nn.functional.glu(x).grad_fn.name() == hfnn.functional.glu(x).grad_fn.name()
     with pytest.raises(RuntimeError, match="must be even"):
