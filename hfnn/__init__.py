@@ -26,6 +26,7 @@ from hfnn.ops.dropout import Dropout
 from hfnn.ops.embedding import Embedding
 from hfnn.ops.gated import GLU
 from hfnn.ops.group_norm import GroupNorm
+from hfnn.ops.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from hfnn.ops.layer_norm import LayerNorm
 from hfnn.ops.linear import Linear
 from hfnn.ops.log_softmax import LogSoftmax
@@ -103,6 +104,9 @@ __all__ = [
     "Hardswish",
     "Hardtanh",
     "HuberLoss",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "L1Loss",
     "LayerNorm",
     "LeakyReLU",

@@ -12,6 +12,7 @@ from hfnn.ops.avg_pool import (
     avg_pool3d,
 )
 from hfnn.ops.batch_norm import batch_norm, batch_norm_act
+from hfnn.ops.cat import cat
 from hfnn.ops.conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from hfnn.ops.cross_entropy import cross_entropy
 from hfnn.ops.dropout import dropout
@@ -19,6 +20,7 @@ from hfnn.ops.dropout_add import dropout_add
 from hfnn.ops.embedding import embedding
 from hfnn.ops.gated import geglu, glu, reglu, swiglu
 from hfnn.ops.group_norm import group_norm, group_norm_act
+from hfnn.ops.instance_norm import instance_norm
 from hfnn.ops.layer_norm import layer_norm
 from hfnn.ops.linear import linear
 from hfnn.ops.linear_cross_entropy import linear_cross_entropy
@@ -90,6 +92,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_act",
     "binary_cross_entropy_with_logits",
+    "cat",
     "causal_softmax",
     "celu",
     "clamp",
@@ -116,6 +119,7 @@ __all__ = [
     "hardswish",
     "hardtanh",
     "huber_loss",
+    "instance_norm",
     "l1_loss",
     "layer_norm",
     "leaky_relu",

@@ -159,7 +159,7 @@ def test_retained_graph(block, x):
 def test_copies_and_files_have_no_recipe(block, x):
     h = block.norm(x)
     assert recipe.take(h) is not None
-    copies = [h.detach().clone(), h.view(-1, 32), pickle.loads(pickle.dumps(h.detach()))]
+    copies = [h.detach().clone(), h.detach().view(-1, 32), pickle.loads(pickle.dumps(h.detach()))]
     copies.append(copy.deepcopy(h.detach()))
     file = io.BytesIO()
     torch.save(h, file)

@@ -23,7 +23,7 @@ class Token {
  public:
   static py::object take(const Tensor& x) {
     auto token = std::make_unique<Token>();
-    if (x.grad_fn() == nullptr || !dynamic_cast<Room*>(x.grad_fn().get()) || !token->kept_.take(x)) return py::none();
+    if (!Kept::takes(x) || !token->kept_.take(x)) return py::none();
     token->node_ = x.grad_fn();
     return py::cast(std::move(token));
   }
@@ -100,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_conv(m);
   bind_joint(m);
   bind_described(m);
+  bind_cat(m);
   bind_triton(m);
   bind_written(m);
   py::class_<Token>(m, "Token")
@@ -107,8 +108,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("release", &Token::release);
   m.def("take", &Token::take, "A token of x's room, or None.");
   m.def("carries", [](const Tensor& x) {
-    auto* room = x.grad_fn() ? dynamic_cast<Room*>(x.grad_fn().get()) : nullptr;
-    return room && !x.is_view() && x.output_nr() == 0 && room->gives(x);
+    const Tensor y = viewed(x);
+    auto* room = y.defined() && y.grad_fn() ? dynamic_cast<Room*>(y.grad_fn().get()) : nullptr;
+    return room && y.output_nr() == 0 && room->gives(y);
   });
   m.def(
       "packed",

@@ -81,11 +81,13 @@ void keep(Kept& kept, char letter, const Tensor& x, PyObject* argument) {
   if (x.defined() && !kept.take(x)) kept.save(x, !x.requires_grad() && in_checkpoint());
 }
 
-// (y, how, *tensors). Returns y, which is new, with its node.
+// (y, how, *tensors), or (function, how, x, *tensors). Returns y, which is new, with its node; or x, which can be
+// taken, after function(x) has written to it.
 PyObject* described(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const auto& of = table_of<Description>(self);
   TORCH_INTERNAL_ASSERT(size_t(count) == 2 + of.letters.size());
+  const bool writes = !THPVariable_Check(args[0]);
   bool needed = false;
   variable_list given;
   for (size_t i = 0; i < of.letters.size(); ++i) {
@@ -106,11 +108,18 @@ PyObject* described(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       if (of.has_edge(i)) edges.push_back(given[i].defined() ? ag::impl::gradient_edge(given[i]) : ag::Edge());
       carries &= of.letters[i] != kTaken || node->tensors[i].taken();
     }
-    Tensor y = THPVariable_Unpack(args[0]);
+    Tensor y = writes ? given[0] : THPVariable_Unpack(args[0]);
+    if (writes) {
+      const at::AutoGradMode no_grad(false);
+      const BelowAutograd below;
+      if (!THPObjectPtr(PyObject_CallOneArg(args[0], args[2]))) throw python_error();
+      ag::impl::bump_version(y);
+      node->tensors[0].written(y);
+    }
     if (fault(kKeptBeside)) node->tensors[given.size()].save(y.clone(), true);
-    node->finish(node, y, std::move(edges), carries);
+    node->finish(node, y, std::move(edges), carries, writes);
   }
-  return Py_NewRef(args[0]);
+  return Py_NewRef(args[writes ? 2 : 0]);
   END_HANDLE_TH_ERRORS
 }
 

@@ -16,8 +16,8 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstring>
-#include <typeinfo>
+#include <thread>
+#include <unordered_map>
 
 #include "written.h"
 
@@ -34,7 +34,7 @@ Python& python() {
   return *functions;
 }
 
-static int task() { return ag::get_current_graph_task_id(); }
+int task() { return ag::get_current_graph_task_id(); }
 
 static std::optional<c10::SafePyObject> hooks_now() {
   const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
@@ -43,19 +43,11 @@ static std::optional<c10::SafePyObject> hooks_now() {
   return top ? std::optional(top->first) : std::nullopt;
 }
 
+bool hooked() { return hooks_now().has_value(); }
+
 static bool same(const std::optional<c10::SafePyObject>& a, const std::optional<c10::SafePyObject>& b) {
   if (!a || !b) return !a == !b;
   return a->ptr(getPyInterpreter()) == b->ptr(getPyInterpreter());
-}
-
-// Whether a node is a torch.autograd.Function. Its class is not exported, but the name is known.
-static bool in_python(const Node& node) {
-  static std::atomic<const std::type_info*> known{nullptr};
-  const std::type_info& type = typeid(node);
-  if (&type == known) return true;
-  if (std::strcmp(type.name(), "N5torch8autograd6PyNodeE") != 0) return false;
-  known = &type;
-  return true;
 }
 
 static std::optional<c10::Stream> stream_of(const Tensor& x) {
@@ -63,198 +55,16 @@ static std::optional<c10::Stream> stream_of(const Tensor& x) {
   return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
 }
 
-Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._version()) {}
-
-// Kept
-
-bool Kept::take(const Tensor& x) {
-  auto* meta = graph_of(x);
-  if (!meta || !state().recipes) return false;
-  auto* room = dynamic_cast<Room*>(meta->grad_fn_.get());
-  if (!room || meta->output_nr_ != 0 || !room->gives(x)) return false;
-  producer_ = room;
-  steps_ = producer_->steps_;
-  ++room->tokens_;
-  ++state().taken;
-  ++state().alive;
-  defined_ = source_ = true;
-  dtype_ = x.scalar_type();
-  mark_ = Mark(x);
-  return true;
-}
-
-bool Kept::takes(const Tensor& x) {
-  auto* meta = graph_of(x);
-  if (!meta) return false;
-  auto* room = dynamic_cast<Room*>(meta->grad_fn_.get());
-  return room && room->carries_;
-}
-
-void keeps_whole(const Tensor& x) {
-  auto* meta = graph_of(x);
-  if (!meta || !in_python(*meta->grad_fn_) || meta->grad_fn_->name() != "_PiecewiseBackward") return;
-  if (hooks_now()) return;  // what the consumer keeps is what they make of x
-  if (!THPObjectPtr(PyObject_CallOneArg(python().keeps_whole, py::cast(x).ptr()))) throw python_error();
-}
-
-void Kept::save(const Tensor& x, bool source) {
-  if (!x.defined()) return;
-  keeps_whole(x);
-  defined_ = true;
-  dtype_ = x.scalar_type();
-  if (!x.is_inference()) mark_ = Mark(x);
-  source_ = (source || x.requires_grad()) && !x.is_inference();
-  saved_ = ag::SavedVariable(fault(kCutOff) ? x.detach().requires_grad_(x.requires_grad()) : x, false);
-  if (fault(kKeptForEver)) (new variable_list)->push_back(x);
-  hooked_ = saved_.has_hooks();
-  if (hooked_ || is_fake(x)) return;
-  impl_ = x.unsafeGetTensorImpl();
-  data_ = impl_->data();
-}
-
-void Kept::hold(const Tensor& x, bool source) {
-  if (!x.defined()) return;
-  defined_ = true;
-  dtype_ = x.scalar_type();
-  held_ = x;
-  if (!x.is_inference()) mark_ = Mark(x);
-  source_ = (source || x.requires_grad()) && !x.is_inference();
-  if (is_fake(x)) return;
-  impl_ = x.unsafeGetTensorImpl();
-  data_ = impl_->data();
-}
-
-void Kept::copy_of(const Tensor& x) {
-  if (x.is_inference()) return;
-  original_ = Mark(x);
-  copied_ = true;
-}
-
-Tensor Kept::own() {
-  const Tensor x = get();
-  if (copied_ && !original_.holds()) throw_written_to(x.options(), x.sizes(), {}, original_);
-  return x;
-}
-
-bool Kept::intact() const {
-  if (fault(kSourcesNotCompared)) return true;
-  if (!defined_) return true;
-  return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
-}
-
-namespace {
-// Restores autograd's dispatch keys as in user code: a hook may run a forward.
-struct AboveAutograd {
-  c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
-  c10::impl::ForceDispatchKeyGuard guard{now.included_ | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
-                                         now.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
-};
-}  // namespace
-
-// Guards every `unpacked_`. Not held while a hook runs or a tensor is freed, because either may wait for the GIL.
-static std::mutex& unpacking() {
-  static auto* mutex = new std::mutex;
-  return *mutex;
-}
-
-Tensor Kept::unpack() {
-  if (!hooked_) return saved_.unpack();
-  const int now = task();
-  {
-    std::lock_guard<std::mutex> lock(unpacking());
-    if (unpacked_in_ == now && unpacked_.defined()) return unpacked_;
-  }
-  AboveAutograd above;
-  Tensor y = saved_.unpack(), before = y;
-  std::lock_guard<std::mutex> lock(unpacking());
-  std::swap(unpacked_, before);
-  unpacked_in_ = now;
-  return y;
-}
-
-void Kept::forget() {
-  Tensor before;
-  std::lock_guard<std::mutex> lock(unpacking());
-  std::swap(unpacked_, before);
-}
-
-namespace {
-// Gradients of many dy at once. They ask for each kept tensor once, as in torch. One batch per thread at a time.
-struct Batch {
-  explicit Batch(std::span<Kept> of) : of(of), tensors(of.size()), outer(now) { now = this; }
-  ~Batch() { now = outer; }
-  Tensor* asked(const Kept* kept) {
-    return kept >= of.data() && kept < of.data() + of.size() ? &tensors[size_t(kept - of.data())] : nullptr;
-  }
-
-  static thread_local Batch* now;
-  std::span<Kept> of;
-  variable_list tensors;
-  Batch* outer;
-};
-thread_local Batch* Batch::now = nullptr;
-}  // namespace
-
-bool Kept::checked(ScalarType dtype) const {
-  if (!producer_) return false;
-  TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
-  if (dtype == dtype_ && !mark_.holds()) {
-    const auto like = at::TensorOptions().dtype(dtype_).device(producer_->input_metadata(0).device());
-    throw_written_to(like, producer_->sizes_, {producer_->getptr(), 0}, mark_);
-  }
-  return true;
-}
-
-Tensor Kept::get(ScalarType dtype) {
-  if (!defined_) return {};
-  Tensor* asked = Batch::now ? Batch::now->asked(this) : nullptr;
-  if (!asked) return found(dtype);
-  if (!asked->defined()) *asked = found(dtype);
-  return *asked;
-}
-
-Tensor Kept::found(ScalarType dtype) {
-  TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
-  if (held_.defined()) {
-    if (!intact()) throw_written_to(held_.options(), held_.sizes(), {}, mark_);
-    return held_;
-  }
-  if (!taken()) return unpack();
-  checked(dtype);
-  return producer_->rebuild(*this, dtype, true);
-}
-
-Tensor Kept::part(ScalarType dtype, bool last) {
-  if (fault(kFirstSource) && producer_) return producer_->kept().front().part(last);
-  if (!defined_ || released_ || !taken()) return get(dtype);
-  return producer_->rebuild(*this, dtype, last);
-}
-
-void Kept::release() {
-  if (producer_) {
-    Room* room = producer_;
-    producer_ = nullptr;
-    --state().alive;
-    Tensor shared, left;
-    std::lock_guard<std::mutex> lock(room->sharing_);
-    if (served_in_ >= 0 && served_in_ == room->task_) --room->served_;
-    if (--room->tokens_ == 0) {
-      std::swap(shared, room->shared_);
-      std::swap(left, room->left_);
-    }
-  }
-  saved_.reset_data();
-  held_.reset();
-  impl_ = nullptr;
-  if (hooked_) forget();
-  released_ = true;
-}
-
 // Room
 
-void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool carries) {
+void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool carries, bool writes) {
   set_next_edges(std::move(edges));
-  ag::set_history(y, self);
+  if (writes) {
+    add_input_metadata(y);
+    ag::impl::rebase_history(y, {self, 0});
+  } else {
+    ag::set_history(y, self);
+  }
   dtype_ = y.scalar_type();
   fake_mode_ = fake_mode();
   if (!carries || !state().recipes) return;
@@ -270,6 +80,40 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
   made_on_ = stream_of(y);
   hooks_ = hooks_now();
   carries_ = true;
+}
+
+namespace {
+template <class T>
+std::weak_ptr<T> weakly(const std::shared_ptr<T>& node) {
+  return node;
+}
+template <class T>
+c10::weak_intrusive_ptr<T> weakly(const c10::intrusive_ptr<T>& node) {
+  return c10::weak_intrusive_ptr<T>(node);
+}
+
+// Of each thread, its last offer. Guarded by the GIL.
+auto& offers() {
+  static auto* all = new std::unordered_map<std::thread::id, decltype(weakly(NodePtr()))>;
+  return *all;
+}
+}  // namespace
+
+void Room::offer(const NodePtr& self) {
+  if (carries_) offers().insert_or_assign(std::this_thread::get_id(), weakly(self));
+}
+
+void Room::decide(const Tensor& read) {
+  if (offers().empty()) return;
+  const auto offer = offers().extract(std::this_thread::get_id());
+  const NodePtr node = offer ? offer.mapped().lock() : NodePtr();
+  if (!node) return;
+  const Tensor y = viewed(read);
+  auto* meta = y.defined() ? graph_of(y) : nullptr;
+  auto* self = static_cast<Room*>(node.get());
+  if ((meta && meta->grad_fn_ == node) || self->tokens_ > 0) return;
+  self->carries_ = false;
+  for (Kept& source : self->kept()) source.release();
 }
 
 bool Room::gives(const Tensor& y) {

@@ -65,8 +65,12 @@ class Kept {
   Kept& operator=(const Kept&) = delete;
   ~Kept() { release(); }
 
-  // Keeps the node that made x. False, and keeps nothing, if x must be saved. Needs the GIL.
+  // Keeps the node that made x, or of which x is a view. False, and keeps nothing, if x must be saved. Needs the GIL.
   bool take(const Tensor& x);
+  // Keeps what another one keeps, which is not released.
+  void share(const Kept& other);
+  // x was taken, then its node wrote to it: whoever writes to it from now on writes to the node's result.
+  void written(const Tensor& x) { mark_ = Mark(x); }
   // Whether `take` may succeed, checked in a fraction of its time.
   static bool takes(const Tensor& x);
   // Saves x. source: whether y may be rebuilt from it although it is not in the graph (a parameter, or the room's own).
@@ -115,8 +119,17 @@ class Kept {
   Tensor unpack();
   void forget();
   Tensor found(ScalarType dtype);
+  Tensor rebuilt(ScalarType dtype, bool last);
+
+  // Where a view is in the memory of the producer's result, and the edge of its gradient.
+  struct View {
+    c10::SmallVector<int64_t, 5> sizes, strides;
+    int64_t offset;
+    torch::autograd::Edge edge;
+  };
 
   torch::autograd::SavedVariable saved_;
+  std::unique_ptr<View> view_;  // null: what was taken is the producer's result itself
   Tensor held_;
   Room* producer_ = nullptr;
   Mark mark_, original_;                   // original_: of the tensor that was copied
@@ -152,7 +165,12 @@ class Room : public Node {
   void release_resources();  // since torch 2.13; before, the destructor did this
 
   // Makes y this room's output, with edges to the inputs. carries: whether consumers may keep this node instead of y.
-  void finish(const NodePtr& self, Tensor& y, torch::autograd::edge_list&& edges, bool carries);
+  // writes: y is an input that was written to.
+  void finish(const NodePtr& self, Tensor& y, torch::autograd::edge_list&& edges, bool carries, bool writes = false);
+  // Its sources are kept by nothing else, so they are released again if another tensor than y is the next that a room
+  // of this thread would keep: then y's reader is an op of torch, which keeps y itself.
+  void offer(const NodePtr& self);
+  static void decide(const Tensor& read);
   // Whether y is still what this room returned, and can be rebuilt.
   bool gives(const Tensor& y);
   bool intact();
@@ -246,8 +264,31 @@ inline torch::autograd::AutogradMeta* graph_of(const Tensor& x) {
   return meta && meta->grad_fn_ && !meta->is_view_ ? meta : nullptr;
 }
 
+// The result of which x is a view, with its graph; x itself if it is none. Undefined if there is no graph, or no result
+// of the same dtype.
+Tensor viewed(const Tensor& x);
+
 // A consumer keeps x as it is. If the node that made x keeps bits of it, it no longer needs them (hfnn/core/bits.py).
 void keeps_whole(const Tensor& x);
+
+// The id of the backward that runs in this thread, or -1.
+int task();
+// Whether hooks of saved tensors are on.
+bool hooked();
+
+// Gradients of many dy at once. They ask for each kept tensor once, as in torch. One batch per thread at a time.
+struct Batch {
+  explicit Batch(std::span<Kept> of) : of(of), tensors(of.size()), outer(now) { now = this; }
+  ~Batch() { now = outer; }
+  Tensor* asked(const Kept* kept) {
+    return kept >= of.data() && kept < of.data() + of.size() ? &tensors[size_t(kept - of.data())] : nullptr;
+  }
+
+  static thread_local Batch* now;
+  std::span<Kept> of;
+  variable_list tensors;
+  Batch* outer;
+};
 
 // Python functions for rare cases; see hfnn/core/node.py.
 struct Python {

@@ -83,5 +83,6 @@ void bind_linear(py::module_& m);
 void bind_conv(py::module_& m);
 void bind_joint(py::module_& m);
 void bind_described(py::module_& m);
+void bind_cat(py::module_& m);
 
 }  // namespace hfnn::node

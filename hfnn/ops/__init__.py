@@ -12,6 +12,7 @@ from hfnn.ops import (
     embedding,
     gated,
     group_norm,
+    instance_norm,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -35,7 +36,7 @@ from hfnn.ops import (
 # Files with one op.
 ROOMS = (
     layer_norm, rms_norm, softmax, log_softmax, masked_softmax, prelu, rrelu, relu_dropout, dropout, dropout_add,
-    linear, embedding, cross_entropy, nll_loss, linear_cross_entropy, linear_distillation,
+    linear, embedding, cross_entropy, nll_loss, linear_cross_entropy, linear_distillation, instance_norm,
 )  # fmt: skip
 # Files of families, with one row per op.
 FAMILIES = (

@@ -93,7 +93,7 @@ _BENCH = (128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024
 OP = _op(
     "batch_norm",
     lambda *args, **how: F.batch_norm(*args, **how),
-    1 << 20,
+    1 << 18,
     ((4, 3), (2, 3, 769), (3, 5, 6, 7, "last"), (64, 12, 5), (2, 3, 40, 41)),
     tuple((*shape, form) for shape in _BENCH for form in ("last", "first")),
     small=(3, 5),

@@ -202,8 +202,9 @@ def _slower(size, kind) -> bool:
     return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
 
 
-def _run(op, x, groups, weight, bias, eps, kind, slope, prefer, out=None):
-    """The result by a kernel, or None if torch's own ops must run. out: its dtype, if it is not torch's choice."""
+def run(op, x, groups, weight, bias, eps, kind, slope, prefer, out=None, contiguous=False):
+    """The result by a kernel, or None if torch's own ops must run. out: its dtype, if it is not torch's choice;
+    contiguous: it is so, whatever x is."""
     kernel = None if op.passes(x, prefer) else select(op, x, weight, bias, out=out, prefer=prefer)
     if kernel is None or not _fits(x, groups, weight, bias, eps, out):
         return None
@@ -215,7 +216,7 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer, out=None):
     # torch's result is contiguous on CUDA, whatever x is.
     if on_gpu(x) and prefer != "memory" and forced() is None and suggested(x) is not torch.contiguous_format:
         return None  # needs a copy, and backward is not faster
-    layout = torch.contiguous_format if on_gpu(x) else suggested(x)
+    layout = torch.contiguous_format if contiguous or on_gpu(x) else suggested(x)
     last = layout is not torch.contiguous_format
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
         return None  # the former in the interpreter
@@ -251,13 +252,13 @@ def group_norm(
     tensor([[[-1.0000,  1.0000],
              [-1.0000,  1.0000]]])
     """
-    y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
+    y = run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
     return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y
 
 
 def fused(x, groups, weight, bias, eps, out, prefer):
     """The result in dtype `out`, or None if torch's own ops must run: for forwards that compute it in float32."""
-    return _run(OP, x, groups, weight, bias, eps, 0, 0.0, prefer, out)
+    return run(OP, x, groups, weight, bias, eps, 0, 0.0, prefer, out)
 
 
 def group_norm_act(
@@ -291,7 +292,7 @@ def group_norm_act(
     """
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
-    y = _run(ACT, input, num_groups, weight, bias, eps, ACTIVATIONS.index(act), negative_slope, prefer)
+    y = run(ACT, input, num_groups, weight, bias, eps, ACTIVATIONS.index(act), negative_slope, prefer)
     return _in_torch(input, num_groups, weight, bias, eps, act, negative_slope) if y is None else y
 
 

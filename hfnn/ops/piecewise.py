@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core import bits
-from hfnn.core.kernel import Op, kernels
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.core.node import Function
 from hfnn.ops import table
+from hfnn.ops.behind import BEHIND, BEHIND_ELEMENTS, behind
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, result_strides
 from hfnn.ops.table import BENCH, real
@@ -47,9 +48,14 @@ class Piecewise(Op):
     def run(self, input, prefer: str, arguments: tuple, keep: str = "bits"):
         """The map of input by a kernel, keeping bits if a gradient is needed; None if torch's own op must run.
 
-        keep="output": torch's own op runs and keeps y.
+        keep="output": torch's own op runs and keeps y. Where input can be built again, neither is kept.
         """
         kernel = self.select(input, prefer=prefer)
+        y = None if kernel is None else behind(self.name, input, arguments)
+        if y is not None:
+            return y
+        if self.name in BEHIND and prefer == "auto" and forced() is None and input.numel() < WORTH_ELEMENTS:
+            return None  # bits take longer
         numbers = None if kernel is None or keep == "output" else table.numbers(self, input, *arguments)
         if numbers is None:
             return None
@@ -173,7 +179,9 @@ def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambd
             lambda shape, generator, *options: crossing(shape, generator, kinks(*options)), names[: len(values[0])]
         ),
         kernels=kernels("piecewise", floor),
-        numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2), recipe=False,
+        numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2),
+        recipe=name in BEHIND, recipe_needs_recipe=name in BEHIND,
+        worth=(BEHIND_ELEMENTS if name in BEHIND else WORTH_ELEMENTS, WORTH_ELEMENTS),
         **{"bench": ((*BENCH, *values[0]),), **more},
     )  # fmt: skip
     _OPS.append(op)

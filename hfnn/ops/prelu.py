@@ -2,17 +2,20 @@
 
     y = x where x > 0, else w x;   dx = dy where x > 0, else w dy;   dw = sum of dy x where x <= 0
 
-He et al., "Delving Deep into Rectifiers", ICCV 2015. The gradient of w needs x, which torch keeps. If w requires no
-gradient, as in a frozen layer, one bit per element and w are enough.
+He et al., "Delving Deep into Rectifiers", ICCV 2015. The gradient of w needs x, which torch keeps. If x can be built
+again, w alone is kept, and the result can be built again, too. Otherwise, if w requires no gradient, as in a frozen
+layer, one bit per element and w are enough.
 """
 
 import torch
 from torch import Tensor, nn
 
 from hfnn.core import bits
-from hfnn.core.kernel import Op, kernels
-from hfnn.core.node import Function
+from hfnn.core.context import autocasting
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, kernels
+from hfnn.core.node import Function, below, carries, described, double_backward
 from hfnn.ops import piecewise, table
+from hfnn.ops.behind import BEHIND_ELEMENTS
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import ambiguous, laid
 
@@ -47,6 +50,7 @@ OP = Op(
     small=(3, 5, "channels"),
     bench=((*table.BENCH, "channels"),),
     recipe=False,
+    worth=(BEHIND_ELEMENTS, WORTH_ELEMENTS),
 )
 _passes = OP.passes
 
@@ -78,13 +82,30 @@ class _PReLU(Function):
         return flat(laid(dx.to(ctx.dtype), ctx.strides), link), None, None
 
 
+def _build(how, x, weight):
+    return _prelu(x, weight)
+
+
+def _gradients(dy, needs, how, x, weight):
+    dx, dweight = torch.ops.aten._prelu_kernel_backward(dy, x, _along(weight, x))
+    return dx, dweight.sum_to_size(_along(weight, x).shape).view(weight.shape) if needs[1] else None
+
+
+def _second(dy, needs, how, x, weight):
+    return double_backward(_prelu, (x, weight), needs, dy)
+
+
+_NODE = described("_PReLU", "xx", _build, _gradients, _second)
+
+
 def _along(weight, x):
     """The weight aligned with the channels of x, its dimension 1."""
     return weight.view(-1, *(1 for _ in range(x.dim() - 2))) if weight.numel() > 1 else weight.view(())
 
 
 def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
-    """`torch.nn.functional.prelu`; keeps one bit per element instead of the input if weight requires no gradient.
+    """`torch.nn.functional.prelu`; keeps nothing of an input that can be built again, and otherwise one bit per element
+    instead of it if weight requires no gradient.
 
     The result has the shape of input. Raises what torch raises.
 
@@ -95,8 +116,12 @@ def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
     """
     if _passes(input, prefer):
         return _prelu(input, weight)
-    wanted = torch.is_grad_enabled() and input.requires_grad and not weight.requires_grad
-    if OP.select(input, weight, prefer=prefer) is None or not wanted or ambiguous(input):
+    wanted = torch.is_grad_enabled() and input.requires_grad
+    if OP.select(input, weight, prefer=prefer) is None or not wanted:
+        return _prelu(input, weight)
+    if carries(input) and weight.dtype is input.dtype and not autocasting(input):
+        return _NODE(below(_prelu, input, weight), (None,), input, weight)
+    if weight.requires_grad or ambiguous(input):
         return _prelu(input, weight)
     return _PReLU.apply(input, link_before(input), weight)[0]
 

@@ -22,10 +22,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core import native
-from hfnn.core.context import compiling, on_gpu
+from hfnn.core.context import compiling, context, on_gpu
 from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
 from hfnn.core.node import Function, below, described, double_backward, select
 from hfnn.ops import table
+from hfnn.ops.behind import behind
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, ordered
 from hfnn.ops.table import BENCH, real
 
@@ -65,10 +66,11 @@ class Smooth(Op):
         if y is not NotImplemented:
             return y
         numbers = table.numbers(self, *arguments)
-        if self.in_cpp and numbers is not None:
+        if numbers is None:
+            return None if context(input) else behind(self.name, input, arguments)
+        if self.in_cpp:
             return self.left(input, prefer=prefer)
-        choose = self.select if self.keeps_output else functools.partial(select, self)
-        kernel = None if numbers is None else choose(input, prefer=prefer)
+        kernel = self.select(input, prefer=prefer) if self.keeps_output else select(self, input, prefer=prefer)
         if kernel is None:
             return None
         if self.keeps_output:

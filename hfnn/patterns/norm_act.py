@@ -2,8 +2,10 @@
 
 import functools
 
+import torch
+
 from hfnn.core.context import is_bare, is_plain
-from hfnn.ops import batch_norm
+from hfnn.ops import batch_norm, cat
 from hfnn.ops.batch_norm import ACTIVATIONS, PIECEWISE
 from hfnn.patterns.kinds import ACTIVATIONS_OF, BATCH_NORMS
 from hfnn.patterns.row import Row, call
@@ -65,3 +67,18 @@ ROWS = (
     _row(norm_sum_in_place_act, compute=_in_place, more=_piecewise),
     _row(norm_act, compute=_norm_act),
 )
+
+
+class Cat:
+    """torch.cat in a graph with batch norms, as a row of any number of values."""
+
+    def compute(prefer, tensors, dim):
+        return cat.cat(tensors, dim, prefer=prefer)
+
+    def by_parts(prefer, tensors, dim):
+        return torch.cat(tensors, dim)
+
+    def stands(prefer, tensors, dim):
+        """Stands for them in a source."""
+
+    stands.__name__, stands.__module__ = "cat", "hfnn"

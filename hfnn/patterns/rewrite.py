@@ -24,6 +24,7 @@ from hfnn.patterns import graph, probe, shapes
 from hfnn.patterns.feedforward import product
 from hfnn.patterns.graph import name_of
 from hfnn.patterns.kinds import Act, Map, function_of, kind_of
+from hfnn.patterns.norm_act import Cat
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, arguments, check
 from hfnn.patterns.row import Site, find, is_map
@@ -140,7 +141,7 @@ def compiled(source: str) -> Callable:
 
 
 def _function(source: str, of_row: Callable) -> Callable:
-    names = {"torch": torch, **{f"hfnn_{own.__name__}": own for own in graph.OWN}}
+    names = {"torch": torch, "hfnn_cat": of_row(Cat), **{f"hfnn_{own.__name__}": own for own in graph.OWN}}
     names |= {f"hfnn_{name}": of_row(row) for name, row in ROWS.items()}
     exec(source, names)
     return names["forward"]
@@ -324,7 +325,7 @@ def _sites(of: fx.Graph) -> list[Site]:
 
 def _source(of: fx.Graph, sites) -> str:
     """The graph with the ops of the sites, as the source of a function."""
-    made = {}
+    made, convolves = {}, any(node.meta.get("kind") == "batch_norm" for node in of.nodes)
     for site in sites:
         with of.inserting_before(site.inner[0]):
             given = [fx.map_arg(site.bound[name], lambda node: made.get(node, node)) for name in site.row.names]
@@ -334,6 +335,8 @@ def _source(of: fx.Graph, sites) -> str:
         site.inner[0].replace_all_uses_with(op)
         for node in site.inner:
             of.erase_node(node)
+    for node in [node for node in of.nodes if convolves and name_of(node) == "cat"]:
+        node.target, node.args = Cat.stands, (of.get_attr("prefer"), *node.args)
     for node in list(of.nodes):
         if node.op == "get_attr" and node.users:
             min(node.users).prepend(node)  # where it is read

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from hfnn.core.classes import cache_by_class
 from hfnn.core.context import PLAIN, compiling
 from hfnn.core.holder import stock_of
 from hfnn.core.kernel import PREFERENCES, forced
-from hfnn.patch import PLACES, Place, here, install, uninstall
+from hfnn.patch import CAT, PLACES, Place, here, install, uninstall
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 
@@ -83,6 +84,24 @@ class RoutedCalls(Match):
         return f"hfnn {', '.join(self.names)} inside"
 
 
+class RoutedCat(Routed):
+    """Of a module with several convolutions, also torch.cat: of features, which are often kept anyway. Elsewhere it
+    puts tokens and angles together, which nothing keeps."""
+
+    @property
+    def _hfnn_when(self) -> str:
+        return f"called in {calls(stock_of(self), True).where}"
+
+    @staticmethod
+    def forward_for(cls: type) -> Callable:
+        return _within(cls.forward, calls(cls, True))
+
+
+@dataclass(frozen=True)
+class RoutedWithCat(RoutedCalls):
+    mixin = RoutedCat
+
+
 @dataclass(frozen=True, eq=False)
 class Calls:
     """The calls of functions that hfnn has in a class's own code."""
@@ -94,10 +113,12 @@ class Calls:
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
     """How to treat the module, or why its calls cannot be routed; None if it makes none."""
-    found = calls(type(module))
+    convolves = sum(isinstance(part, _ConvNd) for part in module.modules()) > 1
+    found = calls(type(module), convolves)
     if not isinstance(found, Calls):
         return found and Refusal(found)
-    return RoutedCalls(tuple(sorted({place.name for place in found.places})))
+    names = tuple(sorted({place.name for place in found.places}))
+    return (RoutedWithCat if convolves else RoutedCalls)(names)
 
 
 # torch, and libraries that use a model's parts in their own way.
@@ -108,23 +129,25 @@ _CHECKPOINTS_SUBCLASSES = "transformers.modeling_layers"
 
 
 @cache_by_class
-def calls(cls: type) -> Calls | str | None:
+def calls(cls: type, convolves: bool = False) -> Calls | str | None:
     """The calls of the class's forward, and of functions and methods of the same file that it calls, at most two deep.
 
-    None if there are none; a reason if calls are repeated in backward without calling the module again.
+    convolves: also those of torch.cat. None if there are none; a reason if calls are repeated in backward without
+    calling the module again.
     """
+    known = {**PLACES, (torch, "cat"): CAT} if convolves else PLACES
     forward = _unwrapped(cls.forward)
     if forward is None or _is_foreign(cls) or _is_foreign(forward):
         return None
     found: dict[types.FunctionType, set[Place]] = {}
-    _collect(forward, cls, 0 if _checkpoints(forward) else 2, found)
+    _collect(forward, cls, 0 if _checkpoints(forward) else 2, found, known)
     found = {function: places for function, places in found.items() if places}
     if not found:
         return None
     if any(_checkpoints(f) for f in _wrappers(cls.forward) if f.__globals__["__name__"] != _CHECKPOINTS_SUBCLASSES):
         return "its forward is wrapped by a function that checkpoints it: what that calls again cannot be routed"
     for function in found:
-        why = _names_uncalled(function)
+        why = _names_uncalled(function, known)
         if why is not None:
             return why
     places = tuple(dict.fromkeys(place for places in found.values() for place in sorted(places, key=id)))
@@ -132,14 +155,14 @@ def calls(cls: type) -> Calls | str | None:
     return Calls(places, codes, ", ".join(function.__name__ for function in found))
 
 
-def _names_uncalled(function) -> str | None:
+def _names_uncalled(function, known) -> str | None:
     """Why a function may not get a routed one: it may compare it, look it up, or keep it."""
     tree = _tree(function)
     if tree is None:
         return f"the source of {function.__name__} is not there to be read"
     for node in _uncalled(tree):
         owner = _module(node.value, function) if isinstance(node, ast.Attribute) else None
-        if owner is not None and (owner, node.attr) in PLACES:
+        if owner is not None and (owner, node.attr) in known:
             return f"{function.__name__} names {ast.unparse(node)} without calling it"
     return None
 
@@ -259,18 +282,18 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _collect(function, cls, depth: int, found: dict) -> None:
+def _collect(function, cls, depth: int, found: dict, known: dict = PLACES) -> None:
     """Adds to `found` the places that a function looks up, and those of its helpers."""
     found[function] = set()
     for code in _codes(function):
-        for thing, name in _looked_up(code, function, cls):
+        for thing, name in _looked_up(code, function, cls, known):
             if isinstance(thing, Place):
                 found[function].add(thing)
             elif depth and thing not in found and not _checkpoints(thing) and _only_calls(function, name):
-                _collect(thing, cls, depth - 1, found)
+                _collect(thing, cls, depth - 1, found, known)
 
 
-def _looked_up(code, function, cls) -> Iterator[tuple[Place | types.FunctionType, str]]:
+def _looked_up(code, function, cls, known) -> Iterator[tuple[Place | types.FunctionType, str]]:
     """Places and helpers with their names, in the order of the code: `F.gelu`, `helper`, `self.helper`."""
     first = function.__code__.co_varnames[:1]
     value = None  # value of the name or chain of attributes so far
@@ -282,7 +305,7 @@ def _looked_up(code, function, cls) -> Iterator[tuple[Place | types.FunctionType
             if helper is not None:
                 yield helper, name
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            place = PLACES.get((value, name)) if isinstance(value, types.ModuleType) else None
+            place = known.get((value, name)) if isinstance(value, types.ModuleType) else None
             if place is not None:
                 yield place, name
             elif value is _SELF:

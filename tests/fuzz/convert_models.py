@@ -12,6 +12,7 @@ import convert_around
 import convert_attention
 import convert_buffers
 import convert_modules as own
+from convert_images import Dense
 from torch import nn
 
 # Activations, with the arguments of their constructors; these have an in-place option.
@@ -128,6 +129,10 @@ def _batch_norm(D, dimensions, momentum, affine, tracked):
     return getattr(nn, f"BatchNorm{dimensions}d")(D, momentum=momentum, affine=affine, track_running_stats=tracked)
 
 
+def _instance_norm(D, dimensions, momentum, affine, tracked):
+    return getattr(nn, f"InstanceNorm{dimensions}d")(D, 1e-5, momentum, affine, tracked)
+
+
 def _draw_batch_norm(rng, tree, layout):
     return DIMENSIONS.get(layout, 1), rng.choice((0.1, 0.1, None)), rng.random() < 0.8, rng.random() < 0.8
 
@@ -174,6 +179,13 @@ LAYERS = {
         3,
         lambda D, groups, *how: own.GroupNorm(groups or D, D, *how),
         _choose((1, 2, 0), (1e-5, 0.1), (True, True, False)),
+    ),
+    "instance_norm": Layer(FIRST, 2, _instance_norm, _draw_batch_norm),
+    "dense": Layer(
+        FIRST,
+        3,
+        lambda D, dimensions, read, name, inplace: Dense(D, dimensions, read, _activation(name, inplace)),
+        lambda rng, tree, to: (DIMENSIONS[to], rng.choice(Dense.READ), *_draw_activation(rng, tree, to)),
     ),
     "batch_norm": Layer(("rows", *FIRST), 1.5, lambda D, *how: _batch_norm(D, *how), _draw_batch_norm),
     "conv_block": Layer(
