@@ -259,7 +259,7 @@ def name_formulas(of: fx.Graph) -> bool:
                 continue
             with of.inserting_before(node):
                 y = of.call_function(TARGETS[_FORMULAS[f][0]], (x, *_FORMULAS[f][1:]))
-                y.meta["formula"] = f
+                y.meta |= {"formula": f, "shape": x.meta["shape"]}
                 for factor, _ in rest:
                     y = of.call_function(operator.mul, (y, factor))
             y.meta, count = {**node.meta, **y.meta}, count + 1

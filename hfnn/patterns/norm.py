@@ -55,7 +55,10 @@ def modulated(x, scale, shift):
 
 def _of_norm(site):
     """x is the result of a norm, and the others are numbers or smaller."""
-    sizes = [math.prod(node.meta["shape"]) if isinstance(node, fx.Node) else 0 for node in site.bound.values()]
+    nodes = [node for node in site.bound.values() if isinstance(node, fx.Node)]
+    if not all("shape" in node.meta for node in nodes):
+        return None
+    sizes = [math.prod(node.meta["shape"]) if node in nodes else 0 for node in site.bound.values()]
     if sizes[0] < sizes[1]:
         site.bound |= {"x": site.bound["scale"], "scale": site.bound["x"]}
     fits = sorted(sizes)[-2] < max(sizes) and (len(sizes) < 3 or sizes[2] < max(sizes))
