@@ -15,8 +15,8 @@ from hfnn.core.context import context
 from hfnn.core.kernel import Op
 from hfnn.core.node import below, described, double_backward
 
-# How many times scale and shift must be smaller than x, and the size of x from which on this pays for its host time.
-SMALLER, FLOOR = 4, 1 << 17
+# How many times scale and shift must be smaller than x, and the bytes of x from which on this pays for its host time.
+SMALLER, FLOOR = 4, 1 << 20
 
 
 def reference(x, scale=None, shift=None):
@@ -29,7 +29,10 @@ OP = Op("affine", reference, reference, (), sample=None)
 
 
 def _build(how, x, scale, shift):
-    return reference(x, scale if how[1] is None else how[1], shift)
+    scale = scale if how[1] is None else how[1]
+    if scale is None or shift is None or torch.result_type(shift, x) is not how[2]:
+        return reference(x, scale, shift)
+    return (x * scale).add_(shift)  # the same bits, without another tensor
 
 
 def _gradients(dy, needs, how, x, scale, shift):
@@ -45,7 +48,9 @@ def _second(dy, needs, how, x, scale, shift):
     of_shift = how[-1]
     if shift is None and of_shift is not None:  # any value will do if backward does not read it
         shift = dy.new_zeros(of_shift)
-    return double_backward(lambda *given: _build(how, *given), (x, scale, shift), needs, dy)
+    number = how[1]
+    own = lambda x, scale, shift: reference(x, scale if number is None else number, shift)  # noqa: E731
+    return double_backward(own, (x, scale, shift), needs, dy)
 
 
 # Without a gradient of scale, torch does not keep x.
@@ -66,7 +71,7 @@ def affine(
     number = None if isinstance(scale, Tensor) else scale
     small = [each for each in (scale, shift) if isinstance(each, Tensor)]
     if (
-        _NODE is None or not torch.is_grad_enabled() or prefer == "speed" or (prefer == "auto" and x.numel() < FLOOR)
+        _NODE is None or not torch.is_grad_enabled() or prefer == "speed" or (prefer == "auto" and x.nbytes < FLOOR)
         or context(x, *small) is not None or not all(_is_small(each, x) for each in small)
         or not (shift is None or isinstance(shift, Tensor))
     ):  # fmt: skip

@@ -55,7 +55,7 @@ def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, *, pr
     """
     if (
         _NODE is None or p != 2 or type(dim) is not int or not (torch.is_grad_enabled() and x.requires_grad)
-        or prefer == "speed" or (prefer == "auto" and x.numel() < FLOOR) or context(x) is not None
+        or prefer == "speed" or (prefer == "auto" and x.nbytes < FLOOR) or context(x) is not None
     ):  # fmt: skip
         return F.normalize(x, p, dim, eps)
     y, length = below(_compute, x, dim, eps)

@@ -132,10 +132,10 @@ def _values(nest):
 
 class Trace:
     """A graph that is being recorded. views: nodes of which others share the memory; dtype: of inputs and parameters,
-    with 16 bits, in which `.float()` and `.to(x.dtype)` are two things."""
+    with 16 bits, in which `.float()` and `.to(x.dtype)` are two things; casts: whether one was asked for or used."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16):
-        self.graph, self.views, self.dtype = fx.Graph(), set(), dtype
+        self.graph, self.views, self.dtype, self.casts = fx.Graph(), set(), dtype, False
 
     def value(self, shape: tuple[int, ...], dtype: torch.dtype, node: fx.Node) -> Value:
         found = torch.Tensor._make_subclass(Value, torch.empty(shape, dtype=dtype, device="meta"))
@@ -152,12 +152,15 @@ class Trace:
 
     def part(self, name: str, x: Value, shape: tuple[int, ...] | None = None) -> Value:
         """The result of a part, of the shape of x if of no other."""
-        return self.value(x.shape if shape is None else shape, x.dtype, self.graph.call_module(name, (x.node,)))
+        with torch._C.DisableTorchFunctionSubclass():  # asked by the trace, not by the forward
+            shape, dtype = x.shape if shape is None else shape, x.dtype
+        return self.value(shape, dtype, self.graph.call_module(name, (x.node,)))
 
     def call(self, func, args, kwargs):
         """torch's function on values of the trace."""
         name = getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__
         with torch._C.DisableTorchFunctionSubclass():
+            self.casts |= name == "dtype" or ALIASES.get(name, name) == "to"
             if name in ANSWERS:
                 return func(*args, **kwargs)
             if func not in _SPELLINGS:

@@ -50,12 +50,24 @@ def outside(cls: type, methods: tuple[str, ...]) -> list[tuple]:
 
     Raises Refusal for values that may change in place, and for assignments.
     """
+    found, _ = _followed(cls, methods)
+    return [(where, name, value) for (_, name), (where, value) in found.items()]
+
+
+def _followed(cls: type, methods) -> tuple[dict, set]:
+    """What these functions read, and all functions that were followed."""
     found, seen = {}, set()
     for name in ("forward", *methods):
         value = of_class(cls, name)
         for function in _wrapped(value.fget if isinstance(value, property) else value):
             _collect(function, found, seen)
-    return [(where, name, value) for (_, name), (where, value) in found.items()]
+    return found, seen
+
+
+def asks_types(cls: type, methods) -> bool:
+    """Whether `forward` and these functions of a class ask what a value is."""
+    asked, functions = {"isinstance", "type", "hasattr", "is_tensor"}, _followed(cls, methods)[1]
+    return any(asked & {chain[-1] for chain in _read(function.__code__)[0]} for function in functions)
 
 
 def _wrapped(function) -> Iterator[types.FunctionType]:

@@ -173,6 +173,31 @@ def check(
         watched(own, clone, *inputs, limits=limits)
 
 
+def compare(clone_of, function, x, dtype, casts, how) -> None:
+    """Raises Differs if a module's own forward differs from a function, with parameters of its inputs' dtype; if it
+    casts, also of float32. One of the two may raise, as torch's norms do."""
+    why, setting = None, f"{dtype}, {'training' if clone_of(dtype).training else 'eval'}"
+
+    def definition(parts, *given):
+        vars(parts)["prefer"] = "auto"
+        return function(parts, *given)
+
+    dtypes = (dtype, torch.float32)[: 1 + (casts and dtype is not torch.float32)]
+    for own in dtypes:
+        clone = clone_of(own)
+        try:
+            with torch.no_grad():
+                type(clone).forward(clone, *x)
+        except Exception as error:  # this runs the author's code
+            if why is not None or len(dtypes) == 1:
+                raise
+            why = error
+            continue
+        names = ("the input", "the second input", "the third input")[: len(x)]
+        within = {"within": bound(own)} if own is not dtype is torch.float64 else {}
+        check(clone, tuple(x), definition, setting, names=names, **{**within, **how})
+
+
 # Operations whose result is their argument's value or a bound, by their names without a trailing "_".
 _LIMITS = frozenset((
     "clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink",

@@ -24,9 +24,10 @@ from hfnn.patterns import graph, probe, shapes
 from hfnn.patterns.feedforward import product
 from hfnn.patterns.graph import name_of
 from hfnn.patterns.kinds import Act, Map, function_of, kind_of
+from hfnn.patterns.names import asks_types
 from hfnn.patterns.norm_act import Cat
 from hfnn.patterns.probe import Refusal
-from hfnn.patterns.proof import Match, Proofs, arguments, check
+from hfnn.patterns.proof import Match, Proofs, arguments, compare
 from hfnn.patterns.row import Site, find, is_map
 from hfnn.patterns.rows import ROWS
 from hfnn.patterns.subclass import original
@@ -50,7 +51,7 @@ class Rewritten:
     def forward(self, like, *args, **kwargs):
         if (
             len(args) != like.inputs or kwargs or transformed() or not all(map(is_plain, args))
-            or not like.open(self) or not like.takes(args)
+            or not like.open(self) or not like.takes(self, args)
         ):  # fmt: skip
             return stock_of(self).forward(self, *args, **kwargs)
         return compiled(like.sources[self.training])(self, *args)
@@ -63,7 +64,8 @@ class Fused(Match):
     again in backward; keep: activations whose results are kept anyway; map: the first map of a module that has only
     products; dtypes: parts whose weights must have one dtype, which a forward may ask for; given: the inputs' sizes,
     None where any will do, or None for inputs of any rank; casts: whether the result depends on the inputs' dtype,
-    which must be one; own: the module's parameters with their shapes.
+    which must be one, and that of the parameters, unless these are of float32; own: the module's parameters with
+    their shapes.
     """
 
     inputs: int
@@ -107,10 +109,12 @@ class Fused(Match):
             return False
         return all(_is_open(parts[name], kind) for name, kind in self.held)
 
-    def takes(self, args) -> bool:
+    def takes(self, module, args) -> bool:
         """Whether the inputs are of those for which the graph was made."""
-        if self.casts and any(x.dtype is not args[0].dtype for x in args):
-            return False
+        if self.casts:
+            dtype, own = args[0].dtype, [module._parameters[name].dtype for name, _ in self.own]
+            if any(x.dtype is not dtype for x in args) or any(p not in (dtype, torch.float32) for p in own):
+                return False
         return self.given is None or all(map(_fits, args, self.given))
 
 
@@ -207,6 +211,7 @@ def _traced(module, notes, kinds, training, shapes, dtype=torch.bfloat16) -> fx.
     if any(map(probe.changes, (clone, *clone._modules.values()))):
         raise Refusal("its forward changes attributes of the module")
     trace.graph.output(y.node)
+    trace.graph.casts = trace.casts
     for node in trace.graph.nodes:
         node.meta["kind"] = kinds.get(node.target) if node.op == "call_module" else None
     return trace.graph
@@ -241,12 +246,18 @@ def _graphs(traced, module, kinds, inputs):
 
 
 def _prove(module, notes, kinds, inputs) -> Fused:
-    graphs, sizes, given = _graphs(functools.partial(_traced, module, notes, kinds), module, kinds, inputs)
+    of = module, notes, kinds
+    graphs, sizes, given = _graphs(functools.partial(_traced, *of), module, kinds, inputs)
+    # What a part of another author returns is not known.
+    unknown = [part for name, part in module._modules.items() if kinds[name] in (None, "norm", "other")]
+    of_torch = all((original(type(part)) or type(part)).__module__.startswith("torch.") for part in unknown)
+    if not of_torch and asks_types(type(module), notes.methods):
+        raise Refusal("its forward asks for the type of a value")
     for name, part in notes.parts.items():
         if part.methods - {"forward"}:
             raise Refusal(f"its forward calls {', '.join(sorted(part.methods - {'forward'}))} of {name}")
     exact = "batch_norm" in kinds.values() or not sum(map(graph.name_formulas, graphs))
-    limits = any(name_of(node) == "normalize" for of in graphs for node in of.nodes)  # which it computes itself
+    limits = any(name_of(node) == "normalize" for each in graphs for node in each.nodes)  # which it computes itself
     like = _rewritten(module, kinds, inputs, graphs, given)
     if not like.found and not like.maps and not like.keep:
         if "batch_norm" not in kinds.values():
@@ -257,35 +268,14 @@ def _prove(module, notes, kinds, inputs) -> Fused:
     for number, (dtype, training) in enumerate(CASES):
         function = _function(like.sources[training], lambda row: row.by_parts)
         x = [(torch.randn(shape) * (1.0, 1.0, 100.0)[number % 3]).to(dtype) for shape in sizes[number % 3]]
-        _compare(functools.partial(_clone, module, notes, kinds, training), function, x, dtype, like.casts, how)
+        compare(functools.partial(_clone, *of, training), function, x, dtype, like.casts, how)
     return like
 
 
-def _compare(clone_of, function, x, dtype, casts, how) -> None:
-    """Raises Differs if a module's own forward differs from a function, with parameters of its inputs' dtype; if it
-    casts, also of float32. One of the two may raise, as torch's norms do."""
-    why, setting = None, f"{dtype}, {'training' if clone_of(dtype).training else 'eval'}"
-
-    def definition(parts, *given):
-        vars(parts)["prefer"] = "auto"
-        return function(parts, *given)
-
-    dtypes = (dtype, torch.float32)[: 1 + (casts and dtype is not torch.float32)]
-    for own in dtypes:
-        clone = clone_of(own)
-        try:
-            with torch.no_grad():
-                type(clone).forward(clone, *x)
-        except Exception as error:  # this runs the author's code
-            if why is not None or len(dtypes) == 1:
-                raise
-            why = error
-            continue
-        names = ("the input", "the second input", "the third input")[: len(x)]
-        check(clone, tuple(x), definition, setting, names=names, **how)
-
-
 def _rewritten(module, kinds, inputs, graphs, given) -> Fused:
+    casts = any(name_of(node) == "as_type" for of in graphs for node in of.nodes) or (
+        any(p is not None for p in module._parameters.values()) and any(of.casts for of in graphs)
+    )
     in_eval, sites = map(_sites, graphs)
     held = {name: kind for name, kind in kinds.items() if kind == "identity"}
     for site in (*in_eval, *sites):
@@ -304,7 +294,7 @@ def _rewritten(module, kinds, inputs, graphs, given) -> Fused:
             name for name, kind in kinds.items() if isinstance(kind, Map) and "batch_norm" not in kinds.values()
         ),
         given=given,
-        casts=any(name_of(node) == "as_type" for of in graphs for node in of.nodes),
+        casts=casts,
         own=tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None),
         sources=tuple(map(_source, graphs, (in_eval, sites))),
     )
@@ -319,6 +309,8 @@ def _sites(of: fx.Graph) -> list[Site]:
             if site is not None and not taken & set(site.inner):
                 found.append(site)
                 taken |= set(site.inner)
+    if not any(site.row.alone for site in found):
+        return []
     order = list(of.nodes)
     return sorted(found, key=lambda site: order.index(site.inner[0]))
 

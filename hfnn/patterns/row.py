@@ -24,7 +24,8 @@ class Row:
     """pattern: the graph, as a function; parts: {argument: the kind of what it calls}; compute: the op, a function of
     `prefer`, the pattern's arguments and `more`. op: for reports, or by the activation's name. more: (site) -> further
     arguments, or None if the site does not fit. whole: whether the module's own forward runs if a part must be called;
-    else `compute` calls it. define: the pattern, if it takes `more`. numbers: whether a value may be a number.
+    else `compute` calls it. define: the pattern, if it takes `more`. numbers: whether a value may be a number. alone:
+    whether a graph is rewritten for this row.
     """
 
     pattern: Callable
@@ -35,6 +36,7 @@ class Row:
     whole: bool = True
     define: Callable | None = None
     numbers: bool = False
+    alone: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,7 +123,7 @@ def is_map(node) -> bool:
 def _bound(kind: str, node: fx.Node):
     """(what a node calls, the name of its activation) if it is of a row's kind, else None. kind: "gate", "relu", "act"
     (behind a batch norm), "formula" (an activation that was written out), "norm" (of layers or groups), "map",
-    or that of a part."""
+    "function" (any), or that of a part."""
     if kind == "norm":
         of = node.meta["kind"] if node.op == "call_module" else name_of(node)
         called = node.target if node.op == "call_module" else (of, *node.args[1:])
@@ -133,8 +135,9 @@ def _bound(kind: str, node: fx.Node):
             return (node.target, f) if f and kind in ("gate", "act", f) else None
         return (node.target, None) if part == kind or (kind == "map" and isinstance(part, Map)) else None
     name = name_of(node)
-    if kind == "map":
-        return None
+    if kind in ("map", "function"):
+        fits = kind == "function" and node.op == "call_function" and not node.meta.get("writes")
+        return ((name, *node.args[1:]), name) if fits else None
     if kind == "formula":
         return ((name, *node.args[1:]), node.meta["formula"]) if "formula" in node.meta else None
     if kind in ("dropout", "layer_norm", "normalize"):
