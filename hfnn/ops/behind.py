@@ -7,6 +7,8 @@ in-place ops do the same here: what they write over is not needed, because it is
 import torch
 from torch import Tensor
 
+from hfnn.core.context import on_gpu
+from hfnn.core.kernel import forced
 from hfnn.core.node import below, carries, described, double_backward
 
 _aten, _nn = torch.ops.aten, torch._C._nn
@@ -26,7 +28,8 @@ _FORMS = {
     "hardswish": (_nn.hardswish, _nn.hardswish_, _aten.hardswish_backward),
 }  # fmt: skip
 BEHIND = tuple(_FORMS)
-BEHIND_ELEMENTS = 1 << 18  # on the CPU, from which size on host time does not decide
+# From which size on, on the CPU and on a GPU: below, host time decides, or a convolution keeps the result in any case.
+BEHIND_ELEMENTS = 1 << 18, 1 << 23
 
 
 def _build(how, x):
@@ -46,10 +49,17 @@ def _second(dy, needs, how, x):
 _NODE = described("_Behind", "x", _build, _gradients, _second)
 
 
-def behind(name: str, x: Tensor, arguments: tuple) -> Tensor | None:
+def pays(x: Tensor, prefer: str) -> bool:
+    """Whether to build x again in backward, if possible, in place of what its reader would keep."""
+    always = prefer == "memory" or forced() is not None
+    large = always or (prefer == "auto" and x.numel() >= BEHIND_ELEMENTS[on_gpu(x)])
+    return large and torch.is_grad_enabled() and x.requires_grad and carries(x)
+
+
+def behind(name: str, x: Tensor, arguments: tuple, prefer: str) -> Tensor | None:
     """The result for torch's arguments after x, the last of which is `inplace`; None if it is another op, x cannot be
     built again, or torch's own op must run, or raise."""
-    if name not in _FORMS or not (torch.is_grad_enabled() and x.requires_grad and carries(x)):
+    if name not in _FORMS or not pays(x, prefer):
         return None
     *numbers, inplace = arguments
     how = None, name, tuple(numbers)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfnn.core.context import compiling, context, in_checkpoint, on_gpu
-from hfnn.core.kernel import WORTH_ELEMENTS, forced
+from hfnn.core.kernel import forced
 from hfnn.core.native import extension
 from hfnn.ops.behind import BEHIND_ELEMENTS
 
@@ -28,7 +28,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, prefer: str = "auto") -> Ten
     Args:
         tensors: Of one dtype, with equal sizes but for `dim`.
         dim: Along which they are put together.
-        prefer: "auto", from 2^18 elements of the result on, on CUDA 2^21; "memory", always; "speed", never.
+        prefer: "auto", from 2^18 elements of the result on, on CUDA 2^23; "memory", always; "speed", never.
 
     >>> hfnn.functional.cat([torch.zeros(1, 2), torch.ones(1, 1)], 1)
     tensor([[0., 0., 1.]])
@@ -46,9 +46,8 @@ def _fits(tensors, dim, prefer) -> bool:
     if context(*tensors) is not None or in_checkpoint():  # its second forward must keep the same, whatever lives then
         return False
     first, size = tensors[0], sum(x.numel() for x in tensors)
-    if not -first.dim() <= dim < first.dim() or (
-        prefer != "memory" and size < (WORTH_ELEMENTS if on_gpu(first) else BEHIND_ELEMENTS)
-    ):
+    least = 0 if prefer == "memory" else BEHIND_ELEMENTS[on_gpu(first)]
+    if not -first.dim() <= dim < first.dim() or size < least:
         return False
     same = all(x.dtype is first.dtype and x.device == first.device and x.dim() == first.dim() for x in tensors)
     return same and any(x.requires_grad for x in tensors)

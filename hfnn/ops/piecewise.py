@@ -51,7 +51,7 @@ class Piecewise(Op):
         keep="output": torch's own op runs and keeps y. Where input can be built again, neither is kept.
         """
         kernel = self.select(input, prefer=prefer)
-        y = None if kernel is None else behind(self.name, input, arguments)
+        y = None if kernel is None else behind(self.name, input, arguments, prefer)
         if y is not None:
             return y
         if self.name in BEHIND and prefer == "auto" and forced() is None and input.numel() < WORTH_ELEMENTS:
@@ -181,7 +181,7 @@ def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambd
         kernels=kernels("piecewise", floor),
         numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2),
         recipe=name in BEHIND, recipe_needs_recipe=name in BEHIND,
-        worth=(BEHIND_ELEMENTS if name in BEHIND else WORTH_ELEMENTS, WORTH_ELEMENTS),
+        worth=(BEHIND_ELEMENTS[0] if name in BEHIND else WORTH_ELEMENTS, WORTH_ELEMENTS),
         **{"bench": ((*BENCH, *values[0]),), **more},
     )  # fmt: skip
     _OPS.append(op)

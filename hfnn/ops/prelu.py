@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hfnn.core import bits
 from hfnn.core.context import autocasting
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, kernels
-from hfnn.core.node import Function, below, carries, described, double_backward
+from hfnn.core.node import Function, below, described, double_backward
 from hfnn.ops import piecewise, table
-from hfnn.ops.behind import BEHIND_ELEMENTS
+from hfnn.ops.behind import BEHIND_ELEMENTS, pays
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import ambiguous, laid
 
@@ -50,7 +50,7 @@ OP = Op(
     small=(3, 5, "channels"),
     bench=((*table.BENCH, "channels"),),
     recipe=False,
-    worth=(BEHIND_ELEMENTS, WORTH_ELEMENTS),
+    worth=(BEHIND_ELEMENTS[0], WORTH_ELEMENTS),
 )
 _passes = OP.passes
 
@@ -119,7 +119,7 @@ def prelu(input: Tensor, weight: Tensor, *, prefer: str = "auto") -> Tensor:
     wanted = torch.is_grad_enabled() and input.requires_grad
     if OP.select(input, weight, prefer=prefer) is None or not wanted:
         return _prelu(input, weight)
-    if carries(input) and weight.dtype is input.dtype and not autocasting(input):
+    if pays(input, prefer) and weight.dtype is input.dtype and not autocasting(input):
         return _NODE(below(_prelu, input, weight), (None,), input, weight)
     if weight.requires_grad or ambiguous(input):
         return _prelu(input, weight)

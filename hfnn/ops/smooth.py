@@ -67,7 +67,7 @@ class Smooth(Op):
             return y
         numbers = table.numbers(self, *arguments)
         if numbers is None:
-            return None if context(input) else behind(self.name, input, arguments)
+            return None if context(input) else behind(self.name, input, arguments, prefer)
         if self.in_cpp:
             return self.left(input, prefer=prefer)
         kernel = self.select(input, prefer=prefer) if self.keeps_output else select(self, input, prefer=prefer)

@@ -71,6 +71,21 @@ class Permuted(Norm):
         return self.conv2(F.relu(y))
 
 
+class Doubled(Norm):
+    """Nothing builds a product again: the convolution keeps the activation's result."""
+
+    def forward(self, x):
+        return self.conv2(F.relu(self.norm(self.conv1(x)) * 2))
+
+
+class Read(Norm):
+    """An op of torch keeps the norm's result. The activation's is built again."""
+
+    def forward(self, x):
+        y = self.norm(self.conv1(x))
+        return self.conv2(F.relu(y)) + y.sin()
+
+
 def sequence(*between):
     """Parts of which no pattern knows all."""
     return lambda: nn.Sequential(conv(), *between, conv())
@@ -167,6 +182,63 @@ class UNet(nn.Module):
         return self.outc(self.up(self.down(x1), x1))
 
 
+class Stem(nn.Module):
+    """The stem and the head of a ViT; the block between them is a norm and a map."""
+
+    def __init__(self):
+        super().__init__()
+        tokens = (SIDE // 4) ** 2
+        self.proj, self.norm = nn.Conv2d(WIDTH, 16 * WIDTH, 4, 4), nn.LayerNorm(16 * WIDTH)
+        self.head, self.cls = nn.Linear(16 * WIDTH, 10), nn.Parameter(torch.zeros(1, 1, 16 * WIDTH))
+        self.pos = nn.Parameter(torch.randn(1, tokens + 1, 16 * WIDTH))
+
+    def forward(self, x):
+        x = self.proj(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+        return self.head(self.norm(x)[:, 0])
+
+
+class Pooled(nn.Module):
+    """The end of a ResNet: global pooling and a map."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = conv(), nn.BatchNorm2d(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x)))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1))
+
+
+class Meaned(Pooled):
+    def forward(self, x):
+        x = self.norm(self.conv(x)).relu()
+        return self.fc(x.mean((2, 3)))
+
+
+def drop_path(x, drop_prob: float = 0.0, training: bool = False):
+    """As in timm."""
+    if drop_prob == 0.0 or not training:
+        return x
+    keep_prob = 1 - drop_prob
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    random_tensor = keep_prob + torch.rand(shape, dtype=x.dtype, device=x.device)
+    return x.div(keep_prob) * random_tensor.floor_()
+
+
+class Stochastic(nn.Module):
+    """A residual block with stochastic depth, before a norm and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.conv2, self.bn2 = conv(), nn.BatchNorm2d(WIDTH), conv(), nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x):
+        y = self.conv2(F.relu(self.bn1(self.conv1(x))))
+        x = x + drop_path(self.bn2(y), 0.2, self.training)
+        return x
+
+
 def program(name, build, stock, target, op="hfnn.BatchNorm", **more):
     inputs = lambda: (torch.randn(N, WIDTH, SIDE, SIDE),)  # noqa: E731
     return Program(name=name, build=build, inputs=inputs, op=op, stock=stock * UNIT, target=target * UNIT, **more)
@@ -194,4 +266,10 @@ PROGRAMS = [
     program("U-Net", UNet, 13.75, UNETS),
     program("U-Net in one line", lambda: UNet(UpInOneLine), 13.75, UNETS),
     program("U-Net with instance norms", lambda: UNet(norm=nn.InstanceNorm2d), 18.75, UNETS, INSTANCE),
+    program("stem and head of a ViT", Stem, 3, 2, "hfnn.LayerNorm"),
+    program("global pooling", Pooled, 3, 2),
+    program("a mean", Meaned, 3, 2),
+    program("stochastic depth", Stochastic, 4, 3, draws=True),
+    program("a product between", Doubled, 3, 3),
+    program("a norm's result that is read as it is", Read, 4, 3),
 ]
