@@ -57,6 +57,7 @@ from hfnn.ops.smooth import (
 )
 from hfnn.ops.softmax import Softmax
 from hfnn.patch import patch_torch
+from hfnn.plan import plan
 from hfnn.report import report
 from hfnn.tune import tune
 from hfnn.verify import verify
@@ -150,6 +151,7 @@ __all__ = [
     "ops",
     "optim",
     "patch_torch",
+    "plan",
     "recipe",
     "report",
     "revert",

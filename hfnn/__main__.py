@@ -2,16 +2,20 @@
 
 hfnn info                   # each kernel with the reason why it cannot run here
 hfnn report gpt2            # what hfnn.convert would swap in a model; nothing is downloaded for a model type
+hfnn plan train:example     # the memory of a training step in each mode, without a GPU
 hfnn warmup                 # compile the GPU kernels before training does
 hfnn bench gelu             # time an operator against torch's; in a clone of the repository
 """
 
+import importlib
 import logging
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import hfnn
 from haiprof.command import Parser, run
@@ -32,6 +36,19 @@ def report(args) -> int:
     bare = [replace(row, kernel=None, why=re.sub("^no kernel here for .* on meta$", "", row.why)) for row in found.rows]
     print(f"{args.model}: {type(model).__name__}, {parameters:,} parameters, on no device")
     print(replace(found, rows=bare), end="")
+    return 0
+
+
+def plan(args) -> int:
+    sys.path.insert(0, "")  # modules in this folder
+    module, _, function = args.function.partition(":")
+    model, *inputs = getattr(importlib.import_module(module), function or "plan")()
+    dtype = getattr(torch, args.autocast) if args.autocast else None
+    found = hfnn.plan(model, *inputs, device=args.device, autocast=dtype)
+    print(found, end="")
+    for row in found.rows if args.memory else ():
+        if not row.why and found.batch is not None:
+            print(f"{row.mode}: {args.memory} is enough for a batch of {found.largest(args.memory, row.mode)}")
     return 0
 
 
@@ -64,6 +81,16 @@ def parser() -> Parser:
     )
     sub.add_argument("--prefer", choices=("auto", "speed", "memory"), default="auto", help="as in hfnn.convert")
     sub.set_defaults(call=report)
+    sub = commands.add_parser("plan", help="the memory of a training step in each mode, without a GPU")
+    sub.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="returns (a model whose result is a loss, *its inputs)"
+    )
+    sub.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="as in hfnn.plan")
+    sub.add_argument("--autocast", choices=("bfloat16", "float16"), help="the dtype of torch.autocast; default: none")
+    sub.add_argument(
+        "--memory", metavar="SIZE", help='such as "80GiB": also says the largest batch that it is enough for'
+    )
+    sub.set_defaults(call=plan)
     sub = commands.add_parser("bench", help="compare the time of operators with torch's", add_help=False)
     sub.set_defaults(call=bench)
     sub = commands.add_parser("warmup", help="compile the GPU kernels before training does")

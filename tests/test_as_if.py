@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from haiscale.fsdp.predict import predict
@@ -88,6 +89,20 @@ def test_torchs_own_ops_keep_what_they_keep_on_a_gpu():
         found = nn.functional.dropout(real, 0.5)
     torch.manual_seed(0)
     assert torch.equal(found, nn.functional.dropout(real, 0.5))
+
+
+def test_checkpoints_are_computed_again_as_on_a_gpu():
+    drop = nn.Dropout(0.5)
+
+    def block(x):
+        return nn.functional.layer_norm(drop(x), (8,)) * 2
+
+    for reentrant in (False, True):
+        with FakeTensorMode(), hfnn.as_if(), torch.autocast("cpu", torch.bfloat16):
+            x = fake(8, 8, dtype=torch.bfloat16)
+            checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+        assert x.grad.shape == x.shape
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator.__module__ == checkpoint.__module__
 
 
 def test_small_attention_of_a_model_is_hfnns():

@@ -20,7 +20,7 @@ COMMANDS = "hfnn", "hfrecord", "haiprof", "hfreduce"
 # Subcommands that have their own help.
 HELPS = [
     *((name,) for name in COMMANDS),
-    *(("hfnn", sub) for sub in ("info", "report", "warmup")),
+    *(("hfnn", sub) for sub in ("info", "report", "plan", "warmup")),
     *(("hfrecord", sub) for sub in ("info", "verify", "bench", "unpack", "pack", "convert")),
     *(("haiprof", sub) for sub in ("run", "attach", "report", "diff")),
     *(("hfreduce", sub) for sub in ("explain", "tune")),
@@ -97,6 +97,20 @@ def test_results(tmp_path):
     assert "1 records are whole" in run("hfrecord", "verify", tmp_path / "out")[1]
     status, out, err = run("hfreduce", "explain", "all_reduce", 4 << 20, "--ranks", 8)
     assert status == 0 and "all_reduce of 4 MiB, 8 ranks on 1 host" in out, err
+
+
+def test_a_plan(tmp_path, monkeypatch):
+    lines = (
+        "from torch import empty, nn",
+        "class Loss(nn.Linear):",
+        "    def forward(self, x): return super().forward(x).sum()",
+        "def example(): return Loss(4, 4), empty(2, 4)",
+    )
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("hfnn", "plan", "train:example", "--memory", "1MiB", "--device", "cpu")
+    assert status == 0 and "stock: 1MiB is enough for a batch of" in out, err
+    assert "no module named" in run("hfnn", "plan", "trains:example")[2].lower()
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """A step without values, as if on a GPU: what would be chosen and kept there, on a machine that has none."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from hfnn.core import context, native
 from hfnn.core.context import PLAIN
@@ -33,6 +35,27 @@ class _OnGPU(TorchFunctionMode):
         if type(first) in PLAIN and first.is_cpu and context.on_gpu(first):
             return _on_gpu(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _in_checkpoints():
+    """Backward computes checkpoints again without modes of torch functions, where forward had this one."""
+    own = checkpoint._checkpoint_without_reentrant_generator
+
+    def again(function, *args, **kwargs):
+        @functools.wraps(function)
+        def run(*given, **named):
+            here = any(type(mode) is _OnGPU for mode in _get_current_function_mode_stack())
+            with contextlib.nullcontext() if here else _OnGPU():
+                return function(*given, **named)
+
+        return own(run, *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = again
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = own
 
 
 def _on_gpu(func, args, kwargs):
@@ -88,7 +111,7 @@ def as_if(device: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Iterato
     before = context.assumed()
     _assume(True)
     try:
-        with _OnGPU():
+        with _OnGPU(), _in_checkpoints():
             yield
     finally:
         _assume(before)

@@ -54,13 +54,17 @@ class _Live(TorchDispatchMode):
         return result
 
     def _meet(self, nest, counts: bool) -> None:
-        for part in (part for tensor in tensors(nest) for part in parts.dense(tensor)):
+        found = (part for tensor in tensors(nest) for part in parts.dense(tensor))
+        for part in (part for part in found if part.device.type != "meta"):
             storage = part.untyped_storage()
             key, size = storage._cdata, storage.nbytes() if counts else 0
             if key not in self._known:
                 self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-                self.now += size
+                self._born(key, size)
         self.peak = max(self.peak, self.now)
+
+    def _born(self, key: int, size: int) -> None:
+        self.now += size
 
     def _forget(self, key: int, size: int) -> None:
         del self._known[key]

@@ -1,0 +1,238 @@
+"""`plan`: the memory of a training step, in each mode, without running it and without a GPU."""
+
+import functools
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hfnn.convert import convert
+from hfnn.core.options import one_of
+from hfnn.memory.peak import tensors
+from hfnn.planning.allocator import replay
+from hfnn.planning.trace import KINDS, Step, map_tensors, trace
+
+BAND = 1.10  # the upper bound of a peak, in peaks
+UNITS = {"": 1} | {p + i: (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
+
+
+def _checkpointed(model: nn.Module) -> None:
+    """Each block is computed again in backward."""
+    found = list(_blocks(model))
+    if not found:
+        raise ValueError("no blocks: it has no list of modules of one class")
+    for block in found:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _blocks(module: nn.Module):
+    """Modules of one class in an outermost list."""
+    for child in module.children():
+        parts = [m for m in child.children() if next(m.children(), None)] if isinstance(child, _LISTS) else []
+        alike = [m for m in parts if sum(type(m) is type(other) for other in parts) > 1]
+        yield from alike or _blocks(child)
+
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+MODES: dict[str, Callable[[nn.Module], Any]] = {
+    "stock": lambda model: None,
+    "converted": convert,
+    'prefer="memory"': functools.partial(convert, prefer="memory"),
+    'recompute="gemm"': functools.partial(convert, recompute="gemm"),
+    "checkpoints": _checkpointed,
+}
+NOT_MODELLED = "captured and compiled steps; a backward of several steps; what CUDA, cuBLAS and cuDNN allocate"
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One mode: bytes on the device when most is allocated, from the beginning of a step on, once states exist.
+
+    peak: as `torch.cuda.max_memory_allocated` counts it; the kinds add up to it. upper: a step does not need more: what
+    torch's caching allocator reserves for it, at most 1.10 peaks. reserved, segments: of that allocator, with nothing
+    given back. phase: when the peak is. kept_for_backward: after forward. why: the reason if the mode cannot be
+    planned; all else is 0 then.
+    """
+
+    mode: str
+    peak: int = 0
+    upper: int = 0
+    reserved: int = 0
+    segments: int = 0
+    phase: str = ""
+    weights: int = 0
+    states: int = 0
+    gradients: int = 0
+    inputs: int = 0
+    kept: int = 0
+    temporaries: int = 0
+    kept_for_backward: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a step in each mode. Print it, or read its `rows`."""
+
+    rows: list[PlanRow]
+    batch: int | None
+    device: str
+    again: Callable[[str, int], PlanRow] = field(repr=False)
+
+    def row(self, mode: str) -> PlanRow:
+        """Raises ValueError for a mode that is not in the plan."""
+        one_of("mode", mode, tuple(row.mode for row in self.rows))
+        return next(row for row in self.rows if row.mode == mode)
+
+    def fits(self, memory: str | int, mode: str = "stock") -> bool:
+        """Whether a step needs at most `memory`: bytes, or a text like "80GiB"."""
+        row = self.row(mode)
+        return not row.why and row.upper <= size(memory)
+
+    def largest(self, memory: str | int, mode: str = "stock") -> int:
+        """The largest batch whose step needs at most `memory`; 0 if one sample is too much. Traces a few batches.
+
+        Raises ValueError if the inputs have no batch in common, or the mode cannot be planned.
+        """
+        if self.batch is None:
+            raise ValueError("the inputs have no first dimension in common: plan each batch by itself")
+        row, limit, known = self.row(mode), size(memory), {}
+        if row.why:
+            raise ValueError(f"{mode}: {row.why}")
+        known[self.batch] = row.upper
+
+        def need(batch: int) -> int:
+            if batch not in known:
+                known[batch] = self.again(mode, batch).upper
+            return known[batch]
+
+        low, high = 0, self.batch
+        while need(high) <= limit:
+            low, high = high, 2 * high
+        while high - low > 1:  # the bytes are nearly a line over the batch
+            share = (limit - need(low)) / (need(high) - need(low)) if low else 0.5
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            if need(middle) <= limit:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def __rich__(self) -> Table:
+        columns = "mode", "peak", "at most", "in", *KINDS, "kept for backward"
+        title = f"bytes of a training step on {self.device}" + (f", batch {self.batch}" if self.batch else "")
+        table = Table(*columns, title=title, caption=f"not modelled: {NOT_MODELLED}")
+        for column in table.columns[1:3] + table.columns[4:]:
+            column.justify = "right"
+        for row in self.rows:
+            numbers = (getattr(row, kind) for kind in (*KINDS, "kept_for_backward"))
+            cells = [_text(row.peak), _text(row.upper), row.phase, *map(_text, numbers)]
+            table.add_row(row.mode, *([row.why] if row.why else cells))
+        return table
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=160).print(self)
+        return file.getvalue()
+
+
+def plan(
+    model: nn.Module,
+    *inputs: Any,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Callable | None = torch.optim.AdamW,
+    device: str = "cuda",
+    autocast: torch.dtype | None = None,
+    modes: tuple[str, ...] = tuple(MODES),
+    **kwargs: Any,
+) -> Plan:
+    """The memory of a training step of a model: as it is, converted, and with checkpoints.
+
+    The step runs on tensors without values, so it takes no memory and no GPU, and the model may be on "meta". What is
+    chosen and kept for backward is that of the device. A step is forward, backward and an update, after which the
+    gradients are set to None.
+
+    Args:
+        model: Any module; it stays as it is. One that is converted already is planned as it is in mode "stock".
+        inputs, kwargs: What the model, or `loss`, is called with. Tensors' values are not read.
+        loss: A function of the model and these inputs that returns a scalar. None: the model's result, or its
+            attribute `loss`.
+        optimizer: A function of the parameters; None: there is none, and gradients are all that backward leaves.
+        device: "cuda", or "cpu".
+        autocast: The dtype of torch.autocast around the loss; None: there is none.
+        modes: Some of "stock", "converted", 'prefer="memory"', 'recompute="gemm"' and "checkpoints".
+
+    Raises:
+        ValueError: An unknown mode or device, no scalar loss, or a forward that asks for a tensor's value; the message
+            has the module and the line.
+
+    >>> x = torch.empty(64, 256)
+    >>> mlp = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    >>> hfnn.plan(mlp, x, loss=lambda model, x: model(x).sum(), modes=("stock",)).fits("16MiB")
+    True
+    """
+    one_of("device", device, ("cuda", "cpu"))
+    for mode in modes:
+        one_of("mode", mode, tuple(MODES))
+    batches = {x.shape[0] for x in tensors([inputs, kwargs]) if x.dim()}
+    batch = batches.pop() if len(batches) == 1 else None
+
+    def again(mode: str, of: int | None) -> PlanRow:
+        given = _tree_of_batch((inputs, kwargs), batch, of)
+        call = lambda model, args, named: (loss or _own_loss)(model, *args, **named)  # noqa: E731
+        step = trace(model, given, call, optimizer, MODES[mode], device == "cuda", autocast)
+        return _row(mode, step)
+
+    rows = []
+    for mode in modes:
+        try:
+            rows.append(again(mode, batch))
+        except ValueError as error:
+            if mode == "stock":
+                raise
+            rows.append(PlanRow(mode, why=str(error)))
+    return Plan(rows, batch, device, again)
+
+
+def _row(mode: str, step: Step) -> PlanRow:
+    kinds, phase = step.at_peak()
+    reserved = replay(step.events)
+    peak = sum(kinds.values())
+    upper = min(max(reserved.reserved, peak), int(BAND * peak))
+    return PlanRow(
+        mode, peak, upper, reserved.reserved, reserved.segments, phase, **kinds, kept_for_backward=step.kept()
+    )
+
+
+def _own_loss(model, *args, **kwargs):
+    found = model(*args, **kwargs)
+    return found if isinstance(found, Tensor) else getattr(found, "loss", None)
+
+
+def _tree_of_batch(nest, batch, of):
+    """The nest with another first dimension of its tensors."""
+    if of == batch:
+        return nest
+    return map_tensors(lambda x: torch.empty(of, *x.shape[1:], dtype=x.dtype, device="meta") if x.dim() else x, nest)
+
+
+def size(memory: str | int) -> int:
+    """Bytes of 85899345920 or "80GiB". Raises ValueError for other texts."""
+    if isinstance(memory, int):
+        return memory
+    found = re.fullmatch(r"\s*([\d.]+)\s*((?:[kmgt]i?)?)b\s*", memory.lower())
+    if found is None:
+        raise ValueError(f'{memory!r} is no size: write bytes, or a text like "80GiB"')
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def _text(number: int) -> str:
+    power = max(min((number.bit_length() - 1) // 10, 4), 0)
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
