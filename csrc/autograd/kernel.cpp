@@ -17,7 +17,6 @@ namespace hfnn::node {
 
 int forced = 0;
 bool as_if_on_gpu = false;
-PyObject* as_if_mode = nullptr;
 
 Floors::Floors(const py::dict& floors) {
   const char* names[kPrefers] = {"auto", "memory", "speed"};
@@ -52,10 +51,11 @@ ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
 }
 
 // Whether a TorchFunctionMode sees torch's calls. torch.device's own, which set_default_device leaves on, gives a
-// device to functions that make tensors, and nothing else. That of hfnn.as_if changes only what is torch's.
+// device to functions that make tensors, and nothing else. One with `hfnn_runs` sees hfnn's ops.
 static bool observed() {
   if (!at::impl::torch_function_mode_enabled()) return false;
   static PyObject *name = PyUnicode_InternFromString("torch.utils._device"), *default_device = nullptr;
+  static PyObject* runs = PyUnicode_InternFromString("hfnn_runs");
   if (!default_device) {
     PyObject* module = PyDict_GetItem(PyImport_GetModuleDict(), name);
     if (!module) return true;
@@ -65,7 +65,7 @@ static bool observed() {
   for (int64_t i = 0; i < Modes::stack_len(); ++i) {
     PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
     auto* type = reinterpret_cast<PyObject*>(Py_TYPE(mode));
-    if (type != default_device && type != as_if_mode) return true;
+    if (type != default_device && !PyObject_HasAttr(type, runs)) return true;
   }
   return false;
 }

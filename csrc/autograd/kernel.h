@@ -209,8 +209,6 @@ enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
 Prefer prefer_of(PyObject* text);  // kPrefers: unknown
 // What hfnn.use forces: 0 nothing, 1 torch's own ops, else a kind of kernel.
 extern int forced;
-// The class of hfnn.as_if's TorchFunctionMode while it is on, else null.
-extern PyObject* as_if_mode;
 
 // `Op.floors`: by preference, the number of elements from which a kernel pays, on the CPU and on CUDA.
 class Floors {

@@ -6,7 +6,7 @@ No library is imported here: if the user has not imported it, a model cannot con
 import torch
 from torch import nn
 
-from hfnn.adapters import attention, diffusers, transformers
+from hfnn.adapters import attention, diffusers, transformers, written
 from hfnn.core import parts
 from hfnn.core.holder import target_of
 from hfnn.deferred.head import Head, Use
@@ -28,7 +28,7 @@ def room_of(module: nn.Module, around: list[nn.Module], use: Use | None) -> type
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
     """How to treat a class that uses a library's own interface, or why it is left alone."""
-    return attention.recognise(module) or diffusers.recognise(module)
+    return attention.recognise(module) or diffusers.recognise(module) or written.recognise(module)
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:

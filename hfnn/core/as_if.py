@@ -29,6 +29,8 @@ _IN_FLOAT32 = {
 class _OnGPU(TorchFunctionMode):
     """torch's own ops on FakeTensors of the CPU keep what they keep on a GPU."""
 
+    hfnn_runs = True
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -120,4 +122,4 @@ def as_if(device: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Iterato
 def _assume(on: bool) -> None:
     context._assumed = on
     if native.extension is not None:
-        native.extension.as_if(_OnGPU if on else None)
+        native.extension.as_if(on)

@@ -14,7 +14,8 @@ class Program:
     build: () -> the module; inputs: () -> its inputs. op: what reports call the replacement. stock, target: bytes kept
     for backward of a call in training, before and after `convert`; activations have a megabyte or more. within: how far
     from the target. target=None: a near miss, in which the op must not be found; it may keep no more than stock.
-    draws: whether training draws random numbers: then values are compared in eval. wide: makes a copy float64.
+    draws: whether training draws random numbers: then values are compared in eval. wide: makes a copy float64. slow:
+    whether what keeps less takes longer than stock on a CPU: there the target holds with prefer="memory" alone.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Program:
     within: float = 0.02
     draws: bool = False
     wide: Callable[[nn.Module], nn.Module] = nn.Module.double
+    slow: bool = False
 
     def __str__(self) -> str:
         return self.name

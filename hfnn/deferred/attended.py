@@ -1,0 +1,283 @@
+"""The products of attention that a module's own code writes out: of queries and keys, of weights and values.
+
+In the first calls of a module, until their backward, everything is computed, and only watched. If the scores or weights
+are read, or are still held after forward, they are computed in the next call, too; after two such calls in a row for
+good, as after a backward that makes a graph.
+"""
+
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from hfnn.core import flops, kernel
+from hfnn.core.context import PLAIN, autocasting, capturing, context, has_values, in_checkpoint
+from hfnn.deferred.hidden import Facts, Made
+from hfnn.deferred.recorded import DTYPES, name_of
+from hfnn.deferred.scores import Call, Node, Plan, Result, Scores, Use, recorder
+from hfnn.ops.attention import products, sdpa
+
+log = logging.getLogger("hfnn")
+
+CALLS = 2  # in a row with a read, after which a module computes its scores for good
+FEWEST = {"cpu": 1 << 18, "cuda": 1 << 20}  # scores with prefer="auto"
+WIDEST = 256  # of a head, for kernels
+
+
+def product(call: Call, func, args, kwargs):
+    """The scores of a product of queries and keys, not computed, or NotImplemented."""
+    if kwargs or not torch.is_grad_enabled():
+        return NotImplemented
+    if name_of(func) == "einsum":
+        found = _letters(args[0], args[1:])
+        if found is None:
+            return NotImplemented
+        (a, b, out), (_, query, key) = found, args
+        summed, q, k = [c for c in a if c in b and c not in out], out[-2], out[-1]
+        batch = out[:-2]
+        fits = (
+            len(summed) == 1
+            and sorted(a) == sorted(batch + q + summed[0])
+            and sorted(b) == sorted(batch + k + summed[0])
+        )
+        if not fits or any(type(t) not in PLAIN for t in (query, key)):
+            return NotImplemented
+        query = query.permute([a.index(c) for c in batch + q + summed[0]])
+        key = key.permute([b.index(c) for c in batch + k + summed[0]])
+    elif len(args) == 2 and all(type(t) in PLAIN and t.dim() > 2 for t in args):
+        query, key = args[0], args[1].transpose(-2, -1)
+    else:
+        return NotImplemented
+    shape = (*query.shape[:-1], key.shape[-2])
+    if query.dim() < 3 or query.shape[:-2] != key.shape[:-2] or query.shape[-1] != key.shape[-1] or 0 in shape:
+        return NotImplemented
+    if query.dtype is not key.dtype or query.dtype not in DTYPES.values() or query.device != key.device:
+        return NotImplemented
+    few = call.prefer != "memory" and math.prod(shape) < FEWEST.get(query.device.type, 0)
+    if few or shape[-2] < 2 or query.shape[-1] > WIDEST or query.device.type not in FEWEST:
+        return NotImplemented
+    if not (query.requires_grad or key.requires_grad) or query.is_inference() or key.is_inference():
+        return NotImplemented
+    if context(query, key) is not None or flops.watched() or kernel.forced() == "torch":
+        return NotImplemented
+    dtype = torch.get_autocast_dtype(query.device.type) if autocasting(query) else query.dtype
+    step = lambda: func(*args)  # noqa: E731
+    return Scores.of(Node(call, Plan(query, key), step), shape, dtype)
+
+
+PRODUCTS = frozenset(
+    (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.einsum)
+)
+
+
+class Watching(TorchFunctionMode):
+    """Products in the given code give scores that are not computed."""
+
+    hfnn_runs = True
+
+    def __init__(self, call: Call, codes: frozenset):
+        super().__init__()
+        self.call, self.codes = call, codes
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in PRODUCTS:
+            caller = sys._getframe(1)
+            while caller.f_globals.get("__name__") in ("torch.overrides", "torch.functional"):
+                caller = caller.f_back
+            if caller.f_code in self.codes:
+                result = product(self.call, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        result = func(*args, **kwargs)
+        self.call.made.note(func, args, kwargs, result)
+        return result
+
+
+def deferring(module, codes: frozenset, use: Use, forward: Callable, args, kwargs):
+    """forward(module, *args, **kwargs) with its scores deferred, or only watched."""
+    if use.read >= CALLS or in_checkpoint() or torch._C._current_graph_task_id() != -1:
+        return forward(module, *args, **kwargs)
+    if not use.watched and capturing():
+        return forward(module, *args, **kwargs)
+    call = Call(use, module.prefer, Made((*module._buffers.values(), *args, *kwargs.values())))
+    with Watching(call, codes):
+        result = forward(module, *args, **kwargs)
+    if not call.members:
+        return result
+    result = tree_map_only((Scores, Result), _given, result)
+    for name, value in vars(module).items():
+        if type(value) in (Scores, Result):
+            vars(module)[name] = _given(value)
+    if any(type(x) is Scores for x in call.living()):
+        call.read = True
+    use.read = use.read + 1 if call.read else 0
+    use.watched = use.watched and not call.read
+    return result
+
+
+def _watched(call, y):
+    """A result of computed weights. Its backward ends the watch, or shows that second derivatives are wanted, which
+    torch's op has not."""
+
+    def began(grad):
+        if torch.is_grad_enabled():
+            call.use.read = CALLS
+        elif not call.read:
+            call.use.watched = True
+
+    if y.requires_grad and not call.use.watched:
+        y.register_hook(began)
+    return y
+
+
+def _given(x):
+    """A tensor that leaves the module."""
+    if type(x) is Result:
+        return x.value()
+    x._node.call.read = True
+    if x._node.plan.p and x._node.call.use.watched:
+        log.warning("attention weights were read after their use: their dropout was drawn again")
+    return x.value()
+
+
+@recorder("matmul", "__matmul__", "bmm")
+def _with_values(x, func, args, kwargs):
+    if len(args) != 2 or kwargs or args[0] is not x:
+        return NotImplemented
+    rows = _attention(x, args[1])
+    if rows is None:
+        return _watched(x._node.call, func(x.value(), args[1]))
+    return rows if rows is NotImplemented else _ordered(x._node.call, rows, x.shape)
+
+
+@recorder("einsum")
+def _einsum_with_values(x, func, args, kwargs):
+    found = _letters(args[0], args[1:]) if not kwargs else None
+    if found is None or len(args) != 3 or args[1] is not x:
+        return NotImplemented
+    (a, b, out), (_, _, value) = found, args
+    summed = a[-1]  # (batch ..., query, key), (batch ..., key, width) in any order
+    width = [c for c in b if c not in a]
+    if (
+        summed in out
+        or len(width) != 1
+        or set(b) != {*a[:-2], summed, *width}
+        or sorted(out) != sorted(a[:-1] + width[0])
+    ):
+        return NotImplemented
+    rows = _attention(x, value.permute([b.index(c) for c in (*a[:-2], summed, *width)]))
+    if rows is None:
+        return _watched(x._node.call, func(args[0], x.value(), value))
+    if rows is NotImplemented:
+        return rows
+    if len(a) == 4 and out == a[0] + a[2] + a[1] + width[0]:
+        return rows
+    y = _ordered(x._node.call, rows, x.shape)
+    return y if out == a[:-1] + width[0] else y.permute([(a[:-1] + width[0]).index(c) for c in out])
+
+
+def _letters(equation, operands):
+    """(letters of two operands, of the result), or None."""
+    if not isinstance(equation, str) or len(operands) != 2 or not all(isinstance(x, torch.Tensor) for x in operands):
+        return None
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    fits = len(terms) == 2 and all(len(set(t)) == len(t) == x.dim() for t, x in zip(terms, operands, strict=True))
+    return (*terms, out) if fits and out and (inputs + out).replace(",", "").isalpha() else None
+
+
+def _ordered(call, rows, shape):
+    """(B, T, H, E) as the product's result, of whose scores `shape` is that."""
+    if len(shape) == 4:
+        return Result.of(call, rows)
+    return rows.transpose(1, 2).reshape(*shape[:-1], rows.shape[-1]).contiguous()
+
+
+def _attention(x: Scores, value):
+    """The product of weights and values in the order (B, T, H, E); None if the weights have been computed, or
+    NotImplemented."""
+    node, plan = x._node, x._node.plan
+    query, key = plan.query, plan.key
+    if not plan.weights or type(value) not in PLAIN or not _alike(query, key, value, x.dtype):
+        return NotImplemented
+    if value.shape[:-1] != (*x.shape[:-2], x.shape[-1]) or not 0 < value.shape[-1] <= WIDEST:
+        return NotImplemented
+    node.check()
+    leading = plan.leading or x.shape[:-2]
+    masks = [*plan.biases, *(mask for mask, _ in plan.hidden)]
+    if len(leading) > 2 and any(mask.dim() > 2 for mask in masks):
+        return NotImplemented
+    two = (leading[0], 1) if len(leading) == 1 else (math.prod(leading[:-1]), leading[-1])
+    if len(leading) == 1:
+        plan = replace(
+            plan, biases=tuple(map(_in_four, plan.biases)), hidden=tuple((_in_four(m), n) for m, n in plan.hidden)
+        )
+    how = _masked(plan, (*two, *x.shape[-2:]), node.call.made)
+    if how is not NotImplemented and node.call.prefer != "memory" and value.is_cpu and _slow(plan, how):
+        how = NotImplemented
+    if how is NotImplemented or node.computed():
+        return how if how is NotImplemented else None
+    node.use()
+    given = [t.reshape(*two, *t.shape[-2:]) for t in (query, key, value)]
+    how["stock"] = products.Stock(True, "attn_mask" in how, shapes=tuple(t.shape for t in given), dropout_p=plan.p)
+    o = sdpa.in_rows(*given, dropout_p=plan.p, scale=plan.scale, prefer=node.call.prefer, **how)
+    return o.transpose(1, 2).contiguous()
+
+
+def _slow(plan, how) -> bool:
+    """Whether the CPU's kernels, which keep less than torch's products, take longer than these."""
+    mask = how.get("attn_mask")
+    return plan.p > 0 or (mask is not None and mask.requires_grad)
+
+
+def _in_four(mask):
+    return mask if mask.dim() <= 2 else mask[:, None]
+
+
+def _alike(query, key, value, dtype) -> bool:
+    """Whether torch multiplies the weights and values, and attention takes them."""
+    if autocasting(query):
+        return all(t.dtype in DTYPES.values() and t.dtype is not torch.float64 for t in (query, key, value))
+    return query.dtype is key.dtype is value.dtype is dtype
+
+
+def _masked(plan, shape, made):
+    """Keyword arguments of attention for masks, or NotImplemented."""
+    masks = [mask for mask, _ in plan.hidden]
+    if not masks and not plan.biases:
+        return {}
+    mask = functools.reduce(torch.logical_or, masks) if masks else None
+    bias = sum(plan.biases[1:], plan.biases[0]) if plan.biases else None
+    hides = bias == -math.inf if mask is None else mask
+    facts = made.facts(masks or plan.biases, lambda: _facts(hides, bias, *shape[-2:]))
+    if facts is None and mask is None and bias.requires_grad and has_values(bias):
+        return {"attn_mask": bias}
+    if facts is None or facts.blind:  # of a query that sees no key torch makes NaN, or a mean
+        return NotImplemented
+    if mask is None and facts.only:
+        mask, bias = hides, None
+    if bias is None:
+        return {"is_causal": True} if facts.triangle else {"attn_mask": mask.logical_not()}
+    if mask is not None:
+        both = torch.broadcast_shapes(bias.shape, mask.shape)
+        if math.prod(both) * 4 > math.prod(shape):
+            return NotImplemented
+        bias = bias.masked_fill(mask, -math.inf)
+    return {"attn_mask": bias}
+
+
+def _facts(hides, bias, queries: int, keys: int) -> Facts:
+    whole = hides.expand(queries, keys) if hides.dim() < 2 else hides
+    triangle = queries == keys and hides.numel() == queries * keys
+    triangle = triangle and torch.equal(
+        hides.view(queries, keys), torch.ones(queries, keys, dtype=torch.bool, device=hides.device).triu(1)
+    )
+    only = bias is not None and not bias.requires_grad and not bias.masked_fill(hides, 0).any()
+    return Facts(bool(whole.all(-1).any()), triangle, only)

@@ -1,0 +1,176 @@
+"""Operations on `hfnn.deferred.scores.Scores` that are recorded: factors, masks, the softmax, dropout, casts and views.
+
+A handler takes (the scores, torch's function, its arguments and keywords). It returns NotImplemented if the scores must
+be computed.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from hfnn.core.context import PLAIN
+from hfnn.deferred.recorded import DTYPES, name_of
+from hfnn.deferred.scores import recorder
+
+LOWEST = -1e4  # the largest number that hides a key
+
+
+def _in_place(handler):
+    """Also for names that write to the scores; the handler gets the function that does not."""
+
+    @functools.wraps(handler)
+    def run(x, func, args, kwargs, **how):
+        name = name_of(func)
+        writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        y = handler(x, getattr(torch, name.strip("_").removeprefix("i")) if writes else func, args, kwargs, **how)
+        if y is NotImplemented or not writes:
+            return y
+        if y.dtype is not x.dtype:
+            return NotImplemented
+        x._node = y._node
+        return x
+
+    return run
+
+
+@recorder("mul", "multiply", "__mul__", "__rmul__", "mul_", "__imul__")
+@_in_place
+def _times(x, func, args, kwargs, divided=False):
+    number = next((a for a in args if a is not x), None)
+    if isinstance(number, torch.Tensor) and number.numel() == 1 and number.is_cpu and not number.requires_grad:
+        number = number.item() if number.dim() < 2 and torch.promote_types(number.dtype, x.dtype) is x.dtype else None
+    plan = x._node.plan
+    if len(args) != 2 or kwargs or type(number) not in (int, float) or plan.weights or plan.biases or plan.hidden:
+        return NotImplemented
+    if not (math.isfinite(number) and number):
+        return NotImplemented
+    scale = plan.scale / number if divided else plan.scale * number
+    return x.then(_with(func, x, args), scale=scale)
+
+
+def _with(func, x, args) -> Callable:
+    """func of two arguments, of which x is one, with another value for x."""
+    a, b = args
+    return (lambda y: func(y, b)) if a is x else lambda y: func(a, y)
+
+
+@recorder("div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__")
+def _over(x, func, args, kwargs):
+    return _times(x, func, args, kwargs, divided=True) if args[0] is x else NotImplemented
+
+
+@recorder("add", "__add__", "__radd__", "add_", "__iadd__")
+@_in_place
+def _plus(x, func, args, kwargs):
+    bias = next((a for a in args if a is not x), None)
+    plan = x._node.plan
+    if len(args) != 2 or kwargs or plan.hidden or not _belongs(x, bias) or not bias.is_floating_point():
+        return NotImplemented
+    return x.then(
+        _with(func, x, args),
+        dtype=torch.promote_types(x.dtype, bias.dtype), biases=(*plan.biases, bias), leading=_leading(x, bias),
+    )  # fmt: skip
+
+
+@recorder("masked_fill", "masked_fill_")
+@_in_place
+def _filled(x, func, args, kwargs):
+    mask, number = (*args[1:], *kwargs.values()) if len(args) + len(kwargs) == 3 else (None, None)
+    return _hidden(x, mask, number, lambda y: func(y, mask, number))
+
+
+@recorder("where")
+def _where(x, func, args, kwargs):
+    if len(args) != 3 or kwargs or args[1] is not x or not isinstance(args[0], torch.Tensor):
+        return NotImplemented
+    seen, _, number = args
+    if seen.dtype is not torch.bool or (isinstance(number, torch.Tensor) and number.dtype is not x.dtype):
+        return NotImplemented
+    mask = seen.logical_not()
+    x._node.call.made.note(torch.logical_not, (seen,), {}, mask)
+    return _hidden(x, mask, number, lambda y: func(seen, y, number))
+
+
+def _hidden(x, mask, number, step):
+    if isinstance(number, torch.Tensor) and number.dim() == 0 and number.is_cpu and not number.requires_grad:
+        number = number.item()
+    plan = x._node.plan
+    numbers = {number, *(n for _, n in plan.hidden)}
+    if type(number) not in (int, float) or len(numbers) > 1 or not number <= LOWEST:
+        return NotImplemented
+    if not _belongs(x, mask) or mask.dtype is not torch.bool:
+        return NotImplemented
+    return x.then(step, hidden=(*plan.hidden, (mask, number)), leading=_leading(x, mask))
+
+
+def _belongs(x, mask) -> bool:
+    """Whether a mask goes with the scores without making them larger, and with the masks before it."""
+    plan = x._node.plan
+    if type(mask) not in PLAIN or mask.device != x.device or plan.weights or mask.dim() > x.dim():
+        return False
+    if any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)):
+        return False
+    return plan.leading in (None, x.shape[:-2]) or mask.dim() <= 2
+
+
+def _leading(x, mask):
+    return x.shape[:-2] if mask.dim() > 2 else x._node.plan.leading
+
+
+@recorder("softmax")
+def _softmax(x, func, args, kwargs):
+    dim, dtype = _bound(lambda input, dim=None, _stacklevel=3, dtype=None: (dim, dtype), x, func, args, kwargs)
+    if dim not in (-1, x.dim() - 1) or x._node.plan.weights or (dtype is not None and not dtype.is_floating_point):
+        return NotImplemented
+    if dtype is None:  # autocast's differs between devices
+        dtype = torch.softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1).dtype
+    return x.then(lambda y: func(y, *args[1:], **kwargs), dtype=dtype, weights=True)
+
+
+def _bound(of, x, func, args, kwargs):
+    """Arguments of a call, by `of`: torch.softmax has no `_stacklevel`."""
+    if len(args) == 3 and func is not torch.nn.functional.softmax:
+        args, kwargs = args[:2], {**kwargs, "dtype": args[2]}
+    return of(*args, **kwargs)
+
+
+@recorder("dropout", "feature_dropout")
+def _dropout(x, func, args, kwargs):
+    def bound(input, p=0.5, training=True, inplace=False, train=None):
+        return p, training if train is None else train, inplace
+
+    p, training, inplace = bound(*args, **kwargs)
+    if not training or p == 0:
+        return x
+    if inplace or not x._node.plan.weights or x._node.plan.p or not 0 < p < 1 or "feature" in name_of(func):
+        return NotImplemented
+    return x.then(lambda y: func(y, *args[1:], **kwargs), p=p)
+
+
+@recorder("to", "float", "half", "bfloat16", "type_as", "type")
+def _cast(x, func, args, kwargs):
+    asked = args[1:] or ((DTYPES[name_of(func)],) if name_of(func) in DTYPES else ())
+    asked = [a.dtype if isinstance(a, torch.Tensor) and a.device == x.device else a for a in asked]
+    if kwargs or len(asked) != 1 or not isinstance(asked[0], torch.dtype) or not asked[0].is_floating_point:
+        return NotImplemented
+    return x if asked[0] is x.dtype else x.then(lambda y: y.to(asked[0]), dtype=asked[0])
+
+
+@recorder("contiguous")
+def _contiguous(x, func, args, kwargs):
+    return NotImplemented if kwargs or args[1:] else x
+
+
+@recorder("view", "reshape")
+def _view(x, func, args, kwargs):
+    """Leading dimensions are split or joined."""
+    meta = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs) if not _is_dtype(args[1:]) else None
+    if meta is None or meta.dim() < 3 or meta.shape[-2:] != x.shape[-2:]:
+        return NotImplemented
+    return x.then(lambda y: func(y, *args[1:], **kwargs), shape=meta.shape)
+
+
+def _is_dtype(args) -> bool:
+    return any(isinstance(a, torch.dtype) for a in args)
