@@ -367,8 +367,8 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
         if module.activation == "relu" and isinstance(module, MLP):
             return {}
         return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
-    like = like_of(module)
-    like, parts = like if isinstance(like, Fused) else read(module), module._modules
+    like, parts = like_of(module), module._modules
+    like = like if isinstance(like, Fused) or not parts else read(module)
     if isinstance(like, Fused) and tuple(parts) != like.names:  # changed after it was converted
         return {}
     if isinstance(like, Fused) and like.dtypes:

@@ -21,6 +21,8 @@ def shape_of(part: nn.Module, kind, shape: tuple[int, ...], strict: bool = True)
         if strict and shape[-1] != kind.inputs:
             raise Refusal("its parts do not fit to one another")
         return (*shape[:-1], kind.outputs)
+    if kind not in (None, "norm", "other"):
+        return shape
     if cls is nn.Sequential:
         return functools.reduce(lambda shape, each: shape_of(each, None, shape), part, shape)
     if not cls.__module__.startswith("torch.nn.modules.") or part._modules:
