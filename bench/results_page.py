@@ -109,6 +109,8 @@ MODELS = {
     "BERT-base, 32 x 512": {"op": "bert", "case": "32x512"},
     "Llama 1.1B, 8 x 2048": {"op": "llama", "case": "8x2048"},
     "ViT-B/16, 128 images": {"op": "vit", "case": "128x224"},
+    "GPT-2 written by hand (bench/own.py), 16 x 1024": {"op": "own-gpt", "case": "16x1024"},
+    "ViT-B/16 written by hand, 128 images": {"op": "own-vit", "case": "128x224"},
 }
 KERNELS = {
     "torch": {"provider": "torch"},
