@@ -73,7 +73,7 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
     if "weight" in given and given["weight"].dim() > 2:  # a convolution with equally many output channels
         given["out_channels"], given["in_channels"], *given["kernel_size"] = given["weight"].shape
     x = args[0]
-    if "running_mean" in given:
+    if "running_mean" in given or op.name == "instance_norm":
         given["num_features"] = x.shape[1]
     if "num_groups" in given:
         given["num_channels"] = x.shape[1]

@@ -1,11 +1,13 @@
 """Public programs beside stock, on a program that the test writes."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-import hfnn
-
+BENCH = Path(__file__).parents[1] / "bench"
 PROGRAM = """
 import torch
 from torch import nn
@@ -33,8 +35,9 @@ ENTRY = {
 
 
 @pytest.fixture
-def wild(bench_script, tmp_path):
-    """Runs bench/wild.py on two programs, one of them unseen: (exit status, rows, what --out says)."""
+def wild(tmp_path):
+    """Runs bench/wild.py on two programs, one of them unseen: (exit status, rows, what --out says, output). It has a
+    process of its own: it forks, which autograd forbids to one that has run other tests."""
     for name in ("seen", "unseen"):
         file = tmp_path / "programs" / "someone" / name / "src" / "models" / "model.py"
         file.parent.mkdir(parents=True)
@@ -43,19 +46,19 @@ def wild(bench_script, tmp_path):
     manifest, out = tmp_path / "manifest.json", tmp_path / "out.json"
     manifest.write_text(json.dumps([entries[0], entries[1] | {"unseen": True}]))
 
-    def run(*arguments):
-        load = bench_script("wild")
-        common = ("--device", "cpu", "--results", str(tmp_path), "--manifest", str(manifest), "--out", str(out))
-        status = load.script.main([str(tmp_path / "programs"), *common, *arguments])
+    def run(*arguments, before=""):
+        program = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import wild, hfnn\n{before}\nsys.exit(wild.main())"
+        common = ("--device", "cpu", "--results", tmp_path, "--manifest", manifest, "--out", out)
+        command = [sys.executable, "-c", program, tmp_path / "programs", *common, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         (file,) = tmp_path.glob("*-wild.csv")
-        return status, file.read_text().splitlines(), json.loads(out.read_text())
+        return done.returncode, file.read_text().splitlines(), json.loads(out.read_text()), done.stdout
 
     return run
 
 
-def test_programs(wild, capsys):
-    status, lines, found = wild("--pairs", "2")
-    out = capsys.readouterr().out
+def test_programs(wild):
+    status, lines, found, out = wild("--pairs", "2")
     assert status == 0 and len(lines) == 7 and list(found) == ["seen", "unseen"]
     for sides in found.values():
         stock, memory, auto = sides.values()
@@ -69,23 +72,26 @@ def test_programs(wild, capsys):
     assert list(wild("--seen", "--pairs", "0")[2]) == ["seen"]
 
 
-def test_a_wrong_gradient(wild, monkeypatch, capsys):
+PLANTED = """
+convert = hfnn.convert
+
+def planted(model, prefer):
+    if prefer == "auto":
+        model[1].down.bias.register_hook(lambda gradient: gradient * 1.001)
+    return convert(model, prefer=prefer)
+
+hfnn.convert = planted
+"""
+
+
+def test_a_wrong_gradient(wild):
     """It is told with its side and its parameter."""
-    convert = hfnn.convert
-
-    def planted(model, prefer):
-        if prefer == "auto":
-            model[1].down.bias.register_hook(lambda gradient: gradient * 1.001)
-        return convert(model, prefer=prefer)
-
-    monkeypatch.setattr(hfnn, "convert", planted)
-    status, _, found = wild("--programs", "seen", "--pairs", "0")
-    out = capsys.readouterr().out
+    status, _, found, out = wild("--programs", "seen", "--pairs", "0", before=PLANTED)
     assert status == 1 and "RED: seen: hfnn-auto, 1.down.bias: 1" in out and "RED: seen: hfnn-memory" not in out
     assert found["seen"]["torch"]["rel_error"] < 1e-5
 
 
-def test_a_program_that_fails(wild, tmp_path, capsys):
+def test_a_program_that_fails(wild, tmp_path):
     (tmp_path / "programs/someone/seen/src/models/model.py").write_text("raise ImportError('no such thing')")
-    status, _, found = wild("--pairs", "0")
-    assert status == 1 and list(found) == ["unseen"] and "RED: seen: failed" in capsys.readouterr().out
+    status, _, found, out = wild("--pairs", "0")
+    assert status == 1 and list(found) == ["unseen"] and "RED: seen: failed" in out

@@ -284,16 +284,27 @@ def _attention_strides(program, difference):
     return difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _attention(program)
 
 
+def _addresses_alike(difference) -> bool:
+    """Whether strides differ in dimensions of size 1 alone, which address no element."""
+    ours, stock = difference.ours, difference.stock
+    return all(n == 1 or a == b for n, a, b in zip(ours.values.shape, ours.stride, stock.stride, strict=True))
+
+
+def _concatenated(program, difference):
+    """The gradients of what is concatenated are views of the whole's, and are added in another order than torch's."""
+    label = difference.how == "strides" and difference.label.startswith("grad")
+    return label and bool(_layers(program, "dense")) and _addresses_alike(difference)
+
+
 def _depthwise_weights(program, difference):
     """Under autocast, in second derivatives, torch adds gradients of a depthwise weight before the cast, and hfnn after
     it. The strides of dimensions of size 1 are then the usual ones, or a convolution's."""
     label = difference.label
     if not (difference.how == "strides" and label.startswith("grad") and label.endswith("weight")):
         return False
-    ours, stock = difference.ours, difference.stock
-    if ours.values.dim() < 3 or ours.values.shape[1] != 1:
+    if difference.ours.values.dim() < 3 or difference.ours.values.shape[1] != 1:
         return False
-    same = all(n == 1 or a == b for n, a, b in zip(ours.values.shape, ours.stride, stock.stride, strict=True))
+    same = _addresses_alike(difference)
     autocast = any(call["autocast"] for call in _calls(program)) or bool(_layers(program, "autocast"))
     return same and autocast and any(step[0] == "penalty" for step in program["steps"])
 
@@ -387,7 +398,7 @@ def _limit(name, *predictions) -> Known:
 
 CHECKPOINTS = _changed_in_checkpoint, _counted_in_checkpoint, _not_the_same_again, _not_computed_again, _acts_twice
 KNOWN = (
-    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second),
+    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second, _concatenated),
     _limit("what torch refuses", _batched_refused, _more_than_torch, _fused_for_eager, _writes_refused, _cached_cast),
     _limit("writes to what hfnn keeps", _weight_written, _written_source, _own_input, _weight_of_run_again),
     _limit("writes that nobody sees", _stock_suffers, _recipe_suffers, _kept_suffers, _run_again),

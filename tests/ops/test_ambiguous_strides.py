@@ -5,6 +5,7 @@ give their results the usual strides; other functions keep the input's. A convol
 """
 
 import functools
+import math
 
 import pytest
 import torch
@@ -100,6 +101,8 @@ def test_strides_are_torchs(op):
     for shape in SHAPES:
         if pool and len(shape) != int(pool) + 2:
             continue
+        if op.name == "instance_norm" and math.prod(shape[2:]) == 1:  # torch refuses one number
+            continue
         args, kwargs = op.sample((*shape, *options), torch.float32, DEVICE)
         ours = getattr(O, op.name)
         wrong += differences(functools.partial(ours, prefer="memory"), op.torch, args, kwargs, given)
@@ -131,6 +134,8 @@ def test_what_is_rebuilt_is_what_was_there(op, built):
     ran = False
     for layout in (last, cut, cut_last):
         for shape in SHAPES:
+            if op.name == "instance_norm" and math.prod(shape[2:]) == 1:
+                continue
             (x, *rest), kwargs = op.sample((*shape, *options), torch.float32, DEVICE)
             x, *rest = (a.requires_grad_() if is_float(a) else a for a in (layout(x), *rest))
             x = O.gelu(x, prefer="memory") if op.recipe_needs_recipe else x
