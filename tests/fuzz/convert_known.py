@@ -284,29 +284,18 @@ def _attention_strides(program, difference):
     return difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _attention(program)
 
 
-def _addresses_alike(difference) -> bool:
-    """Whether strides differ in dimensions of size 1 alone, which address no element."""
-    ours, stock = difference.ours, difference.stock
-    return all(n == 1 or a == b for n, a, b in zip(ours.values.shape, ours.stride, stock.stride, strict=True))
-
-
 def _concatenated(program, difference):
-    """The gradients of what is concatenated are views of the whole's, and are added in another order than torch's."""
-    label = difference.how == "strides" and difference.label.startswith("grad")
-    return label and bool(_layers(program, "dense")) and _addresses_alike(difference)
+    """Gradients of what is concatenated are views of the whole's, and are added in another order than torch's."""
+    return difference.label.startswith("grad") and _layers(program, "dense") and difference.alike_but_for_ones()
 
 
 def _depthwise_weights(program, difference):
     """Under autocast, in second derivatives, torch adds gradients of a depthwise weight before the cast, and hfnn after
     it. The strides of dimensions of size 1 are then the usual ones, or a convolution's."""
-    label = difference.label
-    if not (difference.how == "strides" and label.startswith("grad") and label.endswith("weight")):
-        return False
-    if difference.ours.values.dim() < 3 or difference.ours.values.shape[1] != 1:
-        return False
-    same = _addresses_alike(difference)
     autocast = any(call["autocast"] for call in _calls(program)) or bool(_layers(program, "autocast"))
-    return same and autocast and any(step[0] == "penalty" for step in program["steps"])
+    twice = autocast and any(step[0] == "penalty" for step in program["steps"])
+    of_weight = twice and difference.label.startswith("grad") and difference.label.endswith("weight")
+    return of_weight and difference.alike_but_for_ones() and difference.ours.values.shape[1] == 1
 
 
 PIECEWISE = ("ReLU", "LeakyReLU", "ReLU6", "Hardtanh", "PReLU", "RReLU", "Threshold")

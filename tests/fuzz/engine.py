@@ -138,6 +138,13 @@ class Difference:
     def kind(self) -> str:
         return f"{self.label.split()[0]}: {self.how}"
 
+    def alike_but_for_ones(self) -> bool:
+        """Whether strides differ, in dimensions of size 1 alone, which address no element."""
+        if self.how != "strides":
+            return False
+        sizes = self.ours.values.shape
+        return all(n == 1 or a == b for n, a, b in zip(sizes, self.ours.stride, self.stock.stride, strict=True))
+
     def __str__(self) -> str:
         return f"{self.label} ({self.how})\n  ours:  {told(self.ours)}\n  stock: {told(self.stock)}"
 
