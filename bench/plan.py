@@ -9,15 +9,14 @@ processor's cores meanwhile. Rows are appended to bench/results/<device>-plan.cs
 
 import argparse
 import concurrent.futures
-import csv
 import gc
 import multiprocessing
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import report
+import timing
 import torch
 from zoo import MODELS
 
@@ -26,10 +25,6 @@ from hfnn.plan import MODES
 
 GIB = 2**30
 NAMES = ("gpt2", "bert", "llama", "vit", "t5", "swin", "convnext", "resnet")
-FIELDS = (
-    "date", "model", "mode", "case", "predicted", "at_most", "measured", "error_pct", "phase", "reserved",
-    "really_reserved",
-)  # fmt: skip
 
 
 def predict(name: str, mode: str, options):
@@ -80,45 +75,48 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     cases = [(name, mode) for name in options.models for mode in options.modes]
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+    path, errors = report.path(options.results, "cuda" if torch.cuda.is_available() else "cpu", "-plan"), []
+    with (
+        concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool,
+        report.shown(table, f"{path.stem}: GiB at the peak of a step") as rows,
+    ):
         plans = [pool.submit(predict, *case, options) for case in cases]
-        if not torch.cuda.is_available():
-            for case, plan in zip(cases, plans, strict=True):
-                print(*case, plan.result())
-            return 0
-        path = report.path(options.results, "cuda", "-plan")
-        errors, found = [], []
         for (name, mode), plan in zip(cases, plans, strict=True):
             try:
-                real, reserved = measure(name, mode, options)
-                row = plan.result()
-            except Exception as error:  # a library is missing, or a mode does not fit the model
+                planned = plan.result()
+                real = measure(name, mode, options) if torch.cuda.is_available() else None
+            except Exception as error:  # a library is missing
                 print(f"{name} {mode}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
-            if row.why:
-                print(f"{name} {mode}: {row.why}", flush=True)
+            if planned.why:
+                print(f"{name} {mode}: {planned.why}", flush=True)
                 continue
-            errors.append(100 * (row.peak / real - 1))
-            case = "x".join(map(str, MODELS[name].tiny if options.tiny else MODELS[name].shape))
-            found.append((
-                time.strftime("%F %T"), name, mode, case, row.peak, row.upper, real, f"{errors[-1]:.2f}", row.phase,
-                row.reserved, reserved,
-            ))  # fmt: skip
-            print(
-                f"{name:10} {mode:18} {row.peak / GIB:7.2f} (at most {row.upper / GIB:.2f}) measured {real / GIB:7.2f} "
-                f"GiB {errors[-1]:+6.1f} %  reserved {row.reserved / GIB:.2f} / {reserved / GIB:.2f}",
-                flush=True,
-            )  # fmt: skip
+            rows += append(path, name, mode, planned, real, options)
+            if real:
+                errors.append(abs(planned.peak / real[0] - 1))
     if errors:
-        above = sum(row[6] > row[5] for row in found)
-        sizes = sorted(map(abs, errors))
-        print(f"error: median {statistics.median(sizes):.1f} %, worst {sizes[-1]:.1f} %; above the band: {above}")
-        exists = path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows([] if exists else [FIELDS])
-            writer.writerows(found)
+        print(f"error: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     return 0
+
+
+def append(path: Path, name: str, mode: str, planned, real, options) -> list[dict]:
+    """The row of a case; without a GPU it is not written."""
+    shape = MODELS[name].tiny if options.tiny else MODELS[name].shape
+    more = {"planned": planned.peak, "at_most": planned.upper, "reserved": planned.reserved, "phase": planned.phase}
+    more |= dict(zip(("measured", "really_reserved"), real or ("", ""), strict=True))
+    none = timing.Timing(None, None, None)
+    error = None if real is None else planned.peak / real[0] - 1
+    row = report.row(name, shape, "autocast", mode, "step", none, error, more)
+    return [row] if real is None else report.append(path, [row])
+
+
+def table(rows: list[dict], title: str) -> None:
+    found = report.grid(title, ("model", "case", "mode", "in"), ("planned", "at most", "measured", "error"))
+    for row in rows:
+        sizes = (f"{row[column] / GIB:.2f}" if row[column] else "" for column in ("planned", "at_most", "measured"))
+        error = f"{float(row['rel_error']):+.1%}" if row["rel_error"] else ""
+        found.add_row(row["op"], row["case"], row["provider"], row["phase"], *sizes, error)
+    report.put(found)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hfnn.convert import convert
 from hfnn.core.options import one_of
-from hfnn.memory.peak import tensors
 from hfnn.planning.allocator import replay
-from hfnn.planning.trace import KINDS, Step, map_tensors, trace
+from hfnn.planning.trace import KINDS, Step, trace
 
 BAND = 1.10  # the upper bound of a peak, in peaks
-UNITS = {"": 1} | {p + i: (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
+LARGEST = 1 << 24  # samples in a batch
+UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -55,10 +56,10 @@ NOT_MODELLED = "captured and compiled steps; a backward of several steps; what C
 class PlanRow:
     """One mode: bytes on the device when most is allocated, from the beginning of a step on, once states exist.
 
-    peak: as `torch.cuda.max_memory_allocated` counts it; the kinds add up to it. upper: a step does not need more: what
-    torch's caching allocator reserves for it, at most 1.10 peaks. reserved, segments: of that allocator, with nothing
-    given back. phase: when the peak is. kept_for_backward: after forward. why: the reason if the mode cannot be
-    planned; all else is 0 then.
+    peak: as `torch.cuda.max_memory_allocated` counts it; weights to temporaries add up to it. upper: the upper end of
+    the band: what torch's caching allocator reserves, but at most 1.10 peaks. reserved, segments: of that allocator, if
+    it gives nothing back. phase: when the peak is. kept_for_backward: after forward. why: the reason if the mode cannot
+    be planned; all else is 0 then.
     """
 
     mode: str
@@ -79,12 +80,15 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of a step in each mode. Print it, or read its `rows`."""
+    """The memory of a step in each mode. Print it, or read its `rows`.
+
+    batch: the first dimension that all inputs have in common, or None. of_batch: plans a mode with another one.
+    """
 
     rows: list[PlanRow]
     batch: int | None
     device: str
-    again: Callable[[str, int], PlanRow] = field(repr=False)
+    of_batch: Callable[[str, int], PlanRow] = field(repr=False)
 
     def row(self, mode: str) -> PlanRow:
         """Raises ValueError for a mode that is not in the plan."""
@@ -92,12 +96,12 @@ class Plan:
         return next(row for row in self.rows if row.mode == mode)
 
     def fits(self, memory: str | int, mode: str = "stock") -> bool:
-        """Whether a step needs at most `memory`: bytes, or a text like "80GiB"."""
+        """Whether the band of a mode ends at or below `memory`: bytes, or a text like "80GiB"."""
         row = self.row(mode)
         return not row.why and row.upper <= size(memory)
 
     def largest(self, memory: str | int, mode: str = "stock") -> int:
-        """The largest batch whose step needs at most `memory`; 0 if one sample is too much. Traces a few batches.
+        """The largest batch for which `fits` is true; 0 if one sample is too much. Plans a few batches, up to 2^24.
 
         Raises ValueError if the inputs have no batch in common, or the mode cannot be planned.
         """
@@ -106,15 +110,17 @@ class Plan:
         row, limit, known = self.row(mode), size(memory), {}
         if row.why:
             raise ValueError(f"{mode}: {row.why}")
-        known[self.batch] = row.upper
+        known[self.batch] = row.upper  # {batch: bytes}
 
         def need(batch: int) -> int:
             if batch not in known:
-                known[batch] = self.again(mode, batch).upper
+                known[batch] = self.of_batch(mode, batch).upper
             return known[batch]
 
-        low, high = 0, self.batch
+        low, high = 0, max(self.batch, 1)
         while need(high) <= limit:
+            if high >= LARGEST:
+                return high
             low, high = high, 2 * high
         while high - low > 1:  # the bytes are nearly a line over the batch
             share = (limit - need(low)) / (need(high) - need(low)) if low else 0.5
@@ -161,17 +167,19 @@ def plan(
 
     Args:
         model: Any module; it stays as it is. One that is converted already is planned as it is in mode "stock".
-        inputs, kwargs: What the model, or `loss`, is called with. Tensors' values are not read.
+        *inputs: What the model, or `loss`, is called with. Tensors' values are not read.
         loss: A function of the model and these inputs that returns a scalar. None: the model's result, or its
             attribute `loss`.
-        optimizer: A function of the parameters; None: there is none, and gradients are all that backward leaves.
+        optimizer: A function of the parameters, such as a class of torch.optim; None: there is none.
         device: "cuda", or "cpu".
         autocast: The dtype of torch.autocast around the loss; None: there is none.
         modes: Some of "stock", "converted", 'prefer="memory"', 'recompute="gemm"' and "checkpoints".
+        **kwargs: What the model, or `loss`, is called with besides.
 
     Raises:
-        ValueError: An unknown mode or device, no scalar loss, or a forward that asks for a tensor's value; the message
-            has the module and the line.
+        ValueError: An unknown mode or device, an optimizer in place of a function, no scalar loss, tensors of another
+            class or layout than torch's own, or a forward that asks for a tensor's value; the message then has the
+            module and the line.
 
     >>> x = torch.empty(64, 256)
     >>> mlp = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
@@ -181,24 +189,27 @@ def plan(
     one_of("device", device, ("cuda", "cpu"))
     for mode in modes:
         one_of("mode", mode, tuple(MODES))
-    batches = {x.shape[0] for x in tensors([inputs, kwargs]) if x.dim()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("optimizer: give a function of the parameters, such as torch.optim.AdamW, not an optimizer")
+    batches = {x.shape[0] for x in tree_leaves((inputs, kwargs)) if isinstance(x, Tensor) and x.dim()}
     batch = batches.pop() if len(batches) == 1 else None
 
-    def again(mode: str, of: int | None) -> PlanRow:
-        given = _tree_of_batch((inputs, kwargs), batch, of)
+    def of_batch(mode: str, size: int | None) -> PlanRow:
+        given = (inputs, kwargs)
+        if size != batch:
+            given = tree_map_only(Tensor, lambda x: _resized(x, size) if x.dim() else x, given)
         call = lambda model, args, named: (loss or _own_loss)(model, *args, **named)  # noqa: E731
-        step = trace(model, given, call, optimizer, MODES[mode], device == "cuda", autocast)
-        return _row(mode, step)
+        return _row(mode, trace(model, given, call, optimizer, MODES[mode], device == "cuda", autocast))
 
     rows = []
     for mode in modes:
         try:
-            rows.append(again(mode, batch))
+            rows.append(of_batch(mode, batch))
         except ValueError as error:
             if mode == "stock":
                 raise
             rows.append(PlanRow(mode, why=str(error)))
-    return Plan(rows, batch, device, again)
+    return Plan(rows, batch, device, of_batch)
 
 
 def _row(mode: str, step: Step) -> PlanRow:
@@ -216,19 +227,19 @@ def _own_loss(model, *args, **kwargs):
     return found if isinstance(found, Tensor) else getattr(found, "loss", None)
 
 
-def _tree_of_batch(nest, batch, of):
-    """The nest with another first dimension of its tensors."""
-    if of == batch:
-        return nest
-    return map_tensors(lambda x: torch.empty(of, *x.shape[1:], dtype=x.dtype, device="meta") if x.dim() else x, nest)
+def _resized(x: Tensor, batch: int) -> Tensor:
+    """x without values, with another first dimension and its dimensions in the same order."""
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    found = torch.empty_permuted((batch, *x.shape[1:]), order, dtype=x.dtype, device="meta")
+    return found.requires_grad_(x.requires_grad)
 
 
 def size(memory: str | int) -> int:
     """Bytes of 85899345920 or "80GiB". Raises ValueError for other texts."""
     if isinstance(memory, int):
         return memory
-    found = re.fullmatch(r"\s*([\d.]+)\s*((?:[kmgt]i?)?)b\s*", memory.lower())
-    if found is None:
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-z]+)\s*", memory.lower())
+    if found is None or found[2] not in UNITS:
         raise ValueError(f'{memory!r} is no size: write bytes, or a text like "80GiB"')
     return int(float(found[1]) * UNITS[found[2]])
 

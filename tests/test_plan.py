@@ -1,5 +1,6 @@
 """`hfnn.plan` against real steps, and its allocator against torch's rules."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hfnn
-from hfnn.memory.peak import _Live
-from hfnn.plan import MODES, size
+from hfnn.memory.peak import Live
+from hfnn.plan import LARGEST, MODES, size
 from hfnn.planning.allocator import Allocator, replay
 
 WIDTH = 32
@@ -78,7 +79,7 @@ def real(make, loss, inputs, mode, optimizer):
     model = make().train()
     MODES[mode](model)
     stepper = optimizer and optimizer(model.parameters())
-    with _Live() as live:
+    with Live() as live:
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             live.peak = before = live.now
@@ -154,6 +155,56 @@ def test_a_gpus_optimizer_takes_a_list_of_temporaries():
     assert there.phase == "optimizer" and there.temporaries > here.temporaries
 
 
+class Holds(nn.Module):
+    """Tensors in a list, and a weight that is a view of another's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed = nn.Parameter(torch.ones(WIDTH, 2 * WIDTH))
+        self.half = self.packed.detach()[:, :WIDTH]
+        self.masks = [torch.ones(WIDTH), {"more": torch.ones(WIDTH)}]
+
+    def forward(self, x):
+        return ((x @ self.packed)[..., :WIDTH] * self.masks[0] @ self.half.T + self.masks[1]["more"]).sum()
+
+
+def test_what_a_model_holds_is_counted_once():
+    row = hfnn.plan(Holds(), torch.ones(4, WIDTH, requires_grad=True), modes=("stock",), optimizer=None).rows[0]
+    assert row.weights == 4 * (2 * WIDTH**2 + 2 * WIDTH)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_larger_batch_is_what_it_would_be(name):
+    """With gradients of inputs, and channels last."""
+    make, loss, inputs = CASES[name]
+    sizes = []
+    for n, of in ((3, 3), (3, 6), (6, 6)):
+        x, *rest = inputs(n)
+        x = x.to(memory_format=torch.channels_last).requires_grad_() if x.dim() == 4 else x
+        plan = hfnn.plan(make(), x, *rest, loss=loss, modes=("converted",))
+        sizes.append(plan.of_batch("converted", of))
+    assert sizes[1] == sizes[2] and sizes[0].peak < sizes[1].peak
+
+
+def test_autocast_keeps_what_a_real_step_keeps():
+    make, loss, inputs = CASES["language"]
+
+    def casted(model, *inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, *inputs)
+
+    for mode in ("stock", "converted"):
+        row = hfnn.plan(make(), *inputs(4), loss=loss, modes=(mode,), device="cpu", autocast=torch.bfloat16).rows[0]
+        assert row.kept_for_backward == real(make, casted, inputs(4), mode, None)[1]
+
+
+def test_a_converted_model_is_planned_as_it_is():
+    make, loss, inputs = CASES["images"]
+    stock = hfnn.plan(make(), *inputs(4), loss=loss, modes=('prefer="memory"',)).rows[0]
+    ours = hfnn.plan(hfnn.convert(make(), prefer="memory"), *inputs(4), loss=loss, modes=("stock",)).rows[0]
+    assert dataclasses.replace(ours, mode=stock.mode) == stock
+
+
 class Asks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -176,7 +227,12 @@ def test_errors():
         hfnn.plan(nn.Linear(4, 4), x, modes=("fast",))
     with pytest.raises(TypeError):  # the model's own
         hfnn.plan(nn.Linear(4, 4), x, x)
-    plan = hfnn.plan(nn.Linear(4, 4), x, loss=lambda m, x: m(x).sum(), modes=("stock",))
+    with pytest.raises(ValueError, match="not an optimizer"):
+        hfnn.plan(nn.Linear(4, 4), x, optimizer=torch.optim.AdamW(nn.Linear(4, 4).parameters()))
+    with pytest.raises(ValueError, match="Tensor of layout"):
+        hfnn.plan(nn.Linear(4, 4), x.to_sparse())
+    plan = hfnn.plan(nn.Linear(4, 4), x, loss=lambda m, x: m.weight.sum(), modes=("stock",))
+    assert plan.largest("1TiB") == LARGEST  # whatever the batch is
     with pytest.raises(ValueError, match="no size"):
         plan.fits("80 apples")
     with pytest.raises(ValueError, match="mode="):

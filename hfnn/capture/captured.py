@@ -115,11 +115,11 @@ class Capture(Bound):
         self._pool, self._backend, self._stream, self._calls = Pool(), None, None, 0
         self._modules: list[nn.Module] | None = None
 
-        @functools.wraps(type(model).forward)
+        @functools.wraps(own := type(model).forward)
         def forward(capture, *args, **kwargs):
-            if isinstance(capture, nn.Module):  # m.forward.__func__ was called with a module
-                found = of(capture)
-                return found.forward(*args, **kwargs) if found else type(capture).forward(capture, *args, **kwargs)
+            if not isinstance(capture, Capture):  # m.forward.__func__ was called with a module
+                found = of(capture) if type(capture).forward is own else None
+                return found.forward(*args, **kwargs) if found else own(capture, *args, **kwargs)
             if not capture.on or compiling():  # Dynamo cannot take the lock of a Capture
                 return capture.own(capture.hfnn_module(), *args, **kwargs)
             return capture(capture.hfnn_module(), _own, args, kwargs)

@@ -170,10 +170,9 @@ _MODULE = """
     try:
         module = holder.hfnn_module()
     except AttributeError:  # m.forward.__func__ was called with a module
-        holder = held(holder)
-        module = holder.hfnn_module()
+        module = None
     if module is None:
-        raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
+        return elsewhere(forward, holder, {passed})
     cls = type(module)
 """
 _OF_TORCH = f"""\
@@ -206,7 +205,7 @@ def _runner(cls: type, target: type, like, module: nn.Module, of_torch: tuple | 
     if found is not None:
         return found
     fused = target.forward if chosen is None else chosen(cls)
-    cells = {"fused": fused, "chosen": chosen, "like": like, "held": _held}
+    cells = {"fused": fused, "chosen": chosen, "like": like, "elsewhere": _elsewhere}
     if of_torch is None:
         of_class = () if reads is None or chosen else (value for *_, value in (*reads.methods, *reads.names))
         of_torch = tuple(sorted(_refers([*stock, *of_class, *parts])))
@@ -220,9 +219,14 @@ def _runner(cls: type, target: type, like, module: nn.Module, of_torch: tuple | 
     return found
 
 
-def _held(module: nn.Module) -> Bound:
-    """The owner of a module's forward; without one, an owner that is off."""
-    return holder_of(module) or Bound(module, on=False)
+def _elsewhere(run: types.FunctionType, owner, *args, **kwargs):
+    """A call of a forward whose module was freed, or of its function with a module, whose own holder then counts."""
+    if isinstance(owner, Bound):
+        raise ReferenceError("this forward's module was freed: keep the module, not only its forward")
+    holder = holder_of(owner) if isinstance(owner, nn.Module) else None
+    if holder is not None and holder.run.stock == run.stock:
+        return holder.run(holder, *args, **kwargs)
+    return run.stock[0](owner, *args, **kwargs)
 
 
 _compiled = functools.lru_cache(maxsize=1024)(lambda text: compile(text, "<hfnn: forward>", "exec"))
@@ -285,7 +289,7 @@ def _of_proof(target: type, reads, cells: dict, own: list[str]) -> str:
     large = " and ".join((large, *own))
     values = "".join(f"v{number}, " for number in range(reads.count))
     values = f"{values}= holder.values; " if values else ""
-    return _PROVED.format(large=large, values=values, same=" and ".join(checks))
+    return _PROVED.format(passed="*args, **kwargs", large=large, values=values, same=" and ".join(checks))
 
 
 @functools.lru_cache(maxsize=64)

@@ -29,13 +29,13 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
         torch.cuda.synchronize()
         del result
         return torch.cuda.max_memory_allocated() - before
-    with _Live() as live:
+    with Live() as live:
         result = fn()
     del result
     return live.peak
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the storages that ops return, each until it is freed."""
 
     hfnn_runs = True  # as without this mode

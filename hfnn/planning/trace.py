@@ -1,19 +1,22 @@
 """A training step on tensors without values: what is allocated and freed, in order, and what for."""
 
-import contextlib
 import copy
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode, fake_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfnn.core import parts
 from hfnn.core.as_if import as_if
+from hfnn.core.context import PLAIN
 from hfnn.deferred.head import CALLS
-from hfnn.memory.peak import _Live, tensors
+from hfnn.memory.peak import Live, tensors
 
 KINDS = ("weights", "states", "gradients", "inputs", "kept", "temporaries")
 PHASES = ("forward", "backward", "optimizer")
@@ -50,7 +53,7 @@ class Step:
         return sum(size for number, size in alive.items() if self.kinds.get(number) == "kept")
 
 
-class _Events(_Live):
+class _Events(Live):
     """Records the births and deaths of storages."""
 
     def __init__(self):
@@ -78,50 +81,52 @@ def trace(
     inputs: tuple,
     loss: Callable,
     optimizer: Callable | None,
-    convert: Callable,
+    change: Callable,
     gpu: bool,
     autocast: torch.dtype | None,
 ) -> Step:
-    """A step of a copy of a model, in which the states exist. convert: what is done to the copy; gpu: whether
-    the step is one on a GPU; for the others, see `hfnn.plan`. Raises ValueError where a value is needed.
+    """A step of a copy of a model, in which the states exist. change: what is done to the copy; gpu: whether the step
+    is one on a GPU; for the others, see `hfnn.plan`. Raises ValueError where a value is needed.
     """
-    with _Events() as live, FakeTensorMode(allow_non_fake_inputs=True), as_if() if gpu else _nothing():
-        twin = _without_values(model)
+    with _Events() as live, FakeTensorMode(allow_non_fake_inputs=True), as_if() if gpu else nullcontext():
+        copies = _Copies()
+        twin = copies.of_model(model)
         weights = set(live.numbers.values())
-        given = map_tensors(_fake, inputs)
-        convert(twin)
+        given = tree_map_only(Tensor, copies.of, inputs)
+        change(twin)
         stepper = optimizer and optimizer(p for p in twin.parameters() if p.requires_grad)
         for group in stepper.param_groups if stepper and gpu else ():
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # as torch chooses it for parameters on a GPU
-        with _saying_where(twin):
-            for _ in range(2 + CALLS * any(_undecided(m) for m in twin.modules())):
-                starts = _step(twin, given, loss, stepper, autocast, live)
-        kinds = dict.fromkeys(_alive_at(live.events, starts[1]), "kept")
-        kinds |= dict.fromkeys(starts[4], "temporaries") | dict.fromkeys(starts[3], "gradients")
-        kinds |= dict.fromkeys(live.of(given), "inputs")
-        if stepper is not None:
-            kinds |= dict.fromkeys(live.of([*map(dict, stepper.state.values())]), "states")
-        kinds |= dict.fromkeys(weights | live.of([*twin.parameters(), *twin.buffers()]), "weights")
-        return Step(list(live.events), kinds, starts[:3])
+        for _ in range(2 + CALLS * any(map(_undecided, twin.modules()))):
+            starts, kinds = _step(twin, given, loss, stepper, autocast, live)
+        states = [] if stepper is None else [dict(state) for state in stepper.state.values()]
+        for kind, nest in ("inputs", given), ("states", states), ("weights", [*twin.parameters(), *twin.buffers()]):
+            kinds |= dict.fromkeys(live.of(nest), kind)
+        return Step(list(live.events), kinds | dict.fromkeys(weights, "weights"), starts)
 
 
-def _step(model, inputs, loss, stepper, autocast, live):
-    """(events before forward, backward and the optimizer, the numbers of the gradients, that of the loss)"""
-    for p in model.parameters():
-        p.grad = None
+def _step(model, inputs, loss, stepper, autocast, live) -> tuple[tuple[int, int, int], dict[int, str]]:
+    """(the number of events before each phase, {number of a storage: its kind, of those that the step made})"""
+    leaves = [*model.parameters(), *tensors(tree_leaves(inputs))]
+    for leaf in leaves:
+        leaf.grad = None
     forward = len(live.events)
-    with torch.autocast("cpu", autocast) if autocast else _nothing():
+    with _saying_where(model), torch.autocast("cpu", autocast) if autocast else nullcontext():
         value = loss(model, *inputs)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ValueError("give loss=: a function of the model and the inputs whose result is a scalar")
-    backward, of_loss = len(live.events), live.of(value)
-    value.backward()
+    kinds = {number: "kept" for number, size in dict(live.events).items() if size}  # all that is alive
+    kinds |= dict.fromkeys(live.of(value), "temporaries")
+    backward = len(live.events)
+    with _saying_where(model):
+        value.backward()
     del value
-    gradients, update = live.of([p.grad for p in model.parameters() if p.grad is not None]), len(live.events)
+    kinds |= dict.fromkeys(live.of([leaf.grad for leaf in leaves if leaf.grad is not None]), "gradients")
+    update = len(live.events)
     if stepper is not None:
         stepper.step()
-    return forward, backward, update, gradients, of_loss
+    return (forward, backward, update), kinds
 
 
 def _undecided(m: nn.Module) -> bool:
@@ -130,32 +135,37 @@ def _undecided(m: nn.Module) -> bool:
     return use is not None and use.unread < CALLS
 
 
-def _alive_at(events, end: int) -> set[int]:
-    alive = dict(events[:end])
-    return {number for number, size in alive.items() if size}
+class _Copies(TorchFunctionMode):
+    """Tensors without values, on the CPU, with the sizes and strides of others; they share memory where those do."""
+
+    def __init__(self):
+        self._memory: dict[int, Tensor] = {}
+
+    def of_model(self, model: nn.Module) -> nn.Module:
+        with self:
+            return copy.deepcopy(model, {id(p): self.of(p) for p in model.parameters()})
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        t, memo = args
+        return memo.setdefault(id(t), self.of(t))
+
+    def of(self, t: Tensor) -> Tensor:
+        if type(t) not in PLAIN or t.layout is not torch.strided:
+            raise ValueError(f"a step with a {type(t).__name__} of layout {t.layout} cannot be planned")
+        storage = t.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._memory[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        place = memory.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+        found = torch.empty(0, dtype=t.dtype, device="cpu").set_(*place)
+        if isinstance(t, nn.Parameter):
+            return nn.Parameter(found, t.requires_grad)
+        return found.requires_grad_(t.requires_grad)
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model with tensors without values, on the CPU."""
-    own = (value for m in model.modules() for part in (m._parameters, m._buffers, vars(m)) for value in part.values())
-    return copy.deepcopy(model, {id(t): _fake(t) for t in own if isinstance(t, Tensor)})
-
-
-def _fake(t: Tensor) -> Tensor:
-    found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-    return nn.Parameter(found.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else found
-
-
-def map_tensors(function: Callable, nest):
-    """A nest of tuples, lists and dicts with a function's results in place of tensors."""
-    if isinstance(nest, Tensor):
-        return function(nest)
-    if isinstance(nest, dict):
-        return {key: map_tensors(function, value) for key, value in nest.items()}
-    return type(nest)(map_tensors(function, value) for value in nest) if type(nest) in (tuple, list) else nest
-
-
-@contextlib.contextmanager
+@contextmanager
 def _saying_where(model: nn.Module):
     """An error about a missing value names the module and the line that asked for it."""
     try:
@@ -168,6 +178,3 @@ def _saying_where(model: nn.Module):
                 inner = f"{names[owner] or 'the model'} ({type(owner).__name__})"
                 line = f", {frame.f_code.co_filename}:{number}"
         raise ValueError(f"a step cannot be planned without values: {inner} asks for one{line}") from error
-
-
-_nothing = contextlib.nullcontext
