@@ -17,7 +17,7 @@ from haiscale.fsdp.wrapper import FSDP
 from hfnn.memory import peak
 
 
-class _Live(peak.Live):
+class Live(peak.Live):
     """Counts the storages that ops return, also those behind DTensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -84,7 +84,7 @@ def predict(
             built = build()
         options = {"device_id": torch.device(torch.device(device).type, 0), "param_init_fn": lambda _: None, **options}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _Live() as live, fake, torch.device(device), hfnn.as_if() if like_gpu else contextlib.nullcontext():
+        with Live() as live, fake, torch.device(device), hfnn.as_if() if like_gpu else contextlib.nullcontext():
             model = FSDP(built, **options)
             return measure(model, live, loss, optimizer(model.parameters()))
     finally:
@@ -92,7 +92,7 @@ def predict(
         dist.destroy_process_group()
 
 
-def measure(model: FSDP, live: _Live, loss: Callable, stepper: torch.optim.Optimizer) -> Prediction:
+def measure(model: FSDP, live: Live, loss: Callable, stepper: torch.optim.Optimizer) -> Prediction:
     """The second of two steps of a model that was created, like its optimizer, under `live`."""
     gc.collect()
     for _ in range(2):
