@@ -10,16 +10,16 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfnn.core import flops, kernel
 from hfnn.core.context import PLAIN, autocasting, capturing, context, has_values, in_checkpoint
 from hfnn.deferred.hidden import Facts, Made
 from hfnn.deferred.recorded import DTYPES, name_of
+from hfnn.deferred.scored import LOWEST
 from hfnn.deferred.scores import Call, Node, Plan, Result, Scores, Use, recorder
 from hfnn.ops.attention import products, sdpa
 
@@ -39,6 +39,8 @@ def product(call: Call, func, args, kwargs):
         if found is None:
             return NotImplemented
         (a, b, out), (_, query, key) = found, args
+        if len(out) < 3:
+            return NotImplemented
         summed, q, k = [c for c in a if c in b and c not in out], out[-2], out[-1]
         batch = out[:-2]
         fits = (
@@ -64,7 +66,7 @@ def product(call: Call, func, args, kwargs):
         return NotImplemented
     if not (query.requires_grad or key.requires_grad) or query.is_inference() or key.is_inference():
         return NotImplemented
-    if context(query, key) is not None or flops.watched() or kernel.forced() == "torch":
+    if in_checkpoint() or context(query, key) is not None or flops.watched() or kernel.forced() == "torch":
         return NotImplemented
     dtype = torch.get_autocast_dtype(query.device.type) if autocasting(query) else query.dtype
     step = lambda: func(*args)  # noqa: E731
@@ -111,7 +113,8 @@ def deferring(module, codes: frozenset, use: Use, forward: Callable, args, kwarg
         result = forward(module, *args, **kwargs)
     if not call.members:
         return result
-    result = tree_map_only((Scores, Result), _given, result)
+    if any(isinstance(x, (Scores, Result)) for x in tree_leaves(result)):
+        result = tree_map_only((Scores, Result), _given, result)
     for name, value in vars(module).items():
         if type(value) in (Scores, Result):
             vars(module)[name] = _given(value)
@@ -122,28 +125,30 @@ def deferring(module, codes: frozenset, use: Use, forward: Callable, args, kwarg
     return result
 
 
-def _watched(call, y):
+def _watched(call, y, tokens=False):
     """A result of computed weights. Its backward ends the watch, or shows that second derivatives are wanted, which
-    torch's op has not."""
+    torch's op has not, or that the result has been written to, which torch's op keeps."""
+    if not y.requires_grad or call.use.watched:
+        return y
+    rows = (y if tokens else y.transpose(1, 2)).contiguous() if y.dim() == 4 else y
+    seen = [(rows.detach(), rows._version)]
 
     def began(grad):
-        if torch.is_grad_enabled():
+        written = any(of._version != version for of, version in seen)
+        seen.clear()
+        if torch.is_grad_enabled() or written:
             call.use.read = CALLS
         elif not call.read:
             call.use.watched = True
 
-    if y.requires_grad and not call.use.watched:
-        y.register_hook(began)
-    return y
+    y.register_hook(began)
+    return Result.of(call, rows, tokens) if y.dim() == 4 else y
 
 
 def _given(x):
     """A tensor that leaves the module."""
-    if type(x) is Result:
-        return x.value()
-    x._node.call.read = True
-    if x._node.plan.p and x._node.call.use.watched:
-        log.warning("attention weights were read after their use: their dropout was drawn again")
+    if type(x) is Scores:
+        x._node.call.read = True
     return x.value()
 
 
@@ -165,22 +170,18 @@ def _einsum_with_values(x, func, args, kwargs):
     (a, b, out), (_, _, value) = found, args
     summed = a[-1]  # (batch ..., query, key), (batch ..., key, width) in any order
     width = [c for c in b if c not in a]
+    tokens = a[0] + a[2] + a[1] + "".join(width) if len(a) == 4 else None
     if (
         summed in out
         or len(width) != 1
         or set(b) != {*a[:-2], summed, *width}
-        or sorted(out) != sorted(a[:-1] + width[0])
+        or out not in (a[:-1] + width[0], tokens)
     ):
         return NotImplemented
     rows = _attention(x, value.permute([b.index(c) for c in (*a[:-2], summed, *width)]))
     if rows is None:
-        return _watched(x._node.call, func(args[0], x.value(), value))
-    if rows is NotImplemented:
-        return rows
-    if len(a) == 4 and out == a[0] + a[2] + a[1] + width[0]:
-        return rows
-    y = _ordered(x._node.call, rows, x.shape)
-    return y if out == a[:-1] + width[0] else y.permute([(a[:-1] + width[0]).index(c) for c in out])
+        return _watched(x._node.call, func(args[0], x.value(), value), out == tokens)
+    return rows if rows is NotImplemented else _ordered(x._node.call, rows, x.shape, out == tokens)
 
 
 def _letters(equation, operands):
@@ -193,10 +194,10 @@ def _letters(equation, operands):
     return (*terms, out) if fits and out and (inputs + out).replace(",", "").isalpha() else None
 
 
-def _ordered(call, rows, shape):
+def _ordered(call, rows, shape, tokens=False):
     """(B, T, H, E) as the product's result, of whose scores `shape` is that."""
     if len(shape) == 4:
-        return Result.of(call, rows)
+        return Result.of(call, rows, tokens)
     return rows.transpose(1, 2).reshape(*shape[:-1], rows.shape[-1]).contiguous()
 
 
@@ -209,22 +210,25 @@ def _attention(x: Scores, value):
         return NotImplemented
     if value.shape[:-1] != (*x.shape[:-2], x.shape[-1]) or not 0 < value.shape[-1] <= WIDEST:
         return NotImplemented
+    if node.used:  # by another product, to which other dropout would belong
+        return NotImplemented
     node.check()
     leading = plan.leading or x.shape[:-2]
     masks = [*plan.biases, *(mask for mask, _ in plan.hidden)]
     if len(leading) > 2 and any(mask.dim() > 2 for mask in masks):
         return NotImplemented
     two = (leading[0], 1) if len(leading) == 1 else (math.prod(leading[:-1]), leading[-1])
-    if len(leading) == 1:
-        plan = replace(
-            plan, biases=tuple(map(_in_four, plan.biases)), hidden=tuple((_in_four(m), n) for m, n in plan.hidden)
-        )
     how = _masked(plan, (*two, *x.shape[-2:]), node.call.made)
     if how is not NotImplemented and node.call.prefer != "memory" and value.is_cpu and _slow(plan, how):
         how = NotImplemented
-    if how is NotImplemented or node.computed():
-        return how if how is NotImplemented else None
+    if how is NotImplemented:
+        return how
     node.use()
+    if node.computed():
+        return None
+    if "attn_mask" in how:
+        mask = torch.atleast_2d(how["attn_mask"])
+        how["attn_mask"] = mask[:, None] if len(leading) == 1 and mask.dim() == 3 else mask
     given = [t.reshape(*two, *t.shape[-2:]) for t in (query, key, value)]
     how["stock"] = products.Stock(True, "attn_mask" in how, shapes=tuple(t.shape for t in given), dropout_p=plan.p)
     o = sdpa.in_rows(*given, dropout_p=plan.p, scale=plan.scale, prefer=node.call.prefer, **how)
@@ -235,10 +239,6 @@ def _slow(plan, how) -> bool:
     """Whether the CPU's kernels, which keep less than torch's products, take longer than these."""
     mask = how.get("attn_mask")
     return plan.p > 0 or (mask is not None and mask.requires_grad)
-
-
-def _in_four(mask):
-    return mask if mask.dim() <= 2 else mask[:, None]
 
 
 def _alike(query, key, value, dtype) -> bool:
@@ -255,14 +255,14 @@ def _masked(plan, shape, made):
         return {}
     mask = functools.reduce(torch.logical_or, masks) if masks else None
     bias = sum(plan.biases[1:], plan.biases[0]) if plan.biases else None
-    hides = bias == -math.inf if mask is None else mask
-    facts = made.facts(masks or plan.biases, lambda: _facts(hides, bias, *shape[-2:]))
+    read = [*masks, *(b for b in plan.biases if not (masks and b.requires_grad))]
+    facts = made.facts(read, lambda: _facts(mask, bias, *shape[-2:]))
     if facts is None and mask is None and bias.requires_grad and has_values(bias):
         return {"attn_mask": bias}
     if facts is None or facts.blind:  # of a query that sees no key torch makes NaN, or a mean
         return NotImplemented
     if mask is None and facts.only:
-        mask, bias = hides, None
+        mask, bias = bias == -math.inf, None
     if bias is None:
         return {"is_causal": True} if facts.triangle else {"attn_mask": mask.logical_not()}
     if mask is not None:
@@ -273,9 +273,12 @@ def _masked(plan, shape, made):
     return {"attn_mask": bias}
 
 
-def _facts(hides, bias, queries: int, keys: int) -> Facts:
-    whole = hides.expand(queries, keys) if hides.dim() < 2 else hides
-    triangle = queries == keys and hides.numel() == queries * keys
+def _facts(mask, bias, queries: int, keys: int) -> Facts:
+    hides = bias == -math.inf if mask is None else mask
+    both = mask is not None and bias is not None and not bias.requires_grad
+    whole = hides | (bias <= LOWEST) if both else hides
+    whole = whole.expand(queries, keys) if whole.dim() < 2 else whole
+    triangle = queries == keys and hides.shape[-2:] == (queries, keys) and hides.numel() == queries * keys
     triangle = triangle and torch.equal(
         hides.view(queries, keys), torch.ones(queries, keys, dtype=torch.bool, device=hides.device).triu(1)
     )

@@ -12,24 +12,32 @@ import torch
 
 from hfnn.core.context import PLAIN
 from hfnn.deferred.recorded import DTYPES, name_of
-from hfnn.deferred.scores import recorder
+from hfnn.deferred.scores import recorder, writes
 
 LOWEST = -1e4  # the largest number that hides a key
 
 
 def _in_place(handler):
-    """Also for names that write to the scores; the handler gets the function that does not."""
+    """Also for names that write to the scores. Where these have not been computed, the handler gets the function that
+    does not write."""
 
     @functools.wraps(handler)
     def run(x, func, args, kwargs, **how):
-        name = name_of(func)
-        writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-        y = handler(x, getattr(torch, name.strip("_").removeprefix("i")) if writes else func, args, kwargs, **how)
-        if y is NotImplemented or not writes:
-            return y
-        if y.dtype is not x.dtype:
+        if not writes(func):
+            return handler(x, func, args, kwargs, **how)
+        given = [a for a in args if isinstance(a, torch.Tensor) and a is not x]
+        if (
+            args[0] is not x
+            or x.is_shared()
+            or any(torch.promote_types(a.dtype, x.dtype) is not x.dtype for a in given)
+        ):
             return NotImplemented
-        x._node = y._node
+        if x._node._value is None:
+            func = getattr(torch, name_of(func).strip("_"))
+        y = handler(x, func, args, kwargs, **how)
+        if y is NotImplemented:
+            return y
+        y._node.memory, x._node = x._node.memory, y._node
         return x
 
     return run
@@ -44,7 +52,7 @@ def _times(x, func, args, kwargs, divided=False):
     plan = x._node.plan
     if len(args) != 2 or kwargs or type(number) not in (int, float) or plan.weights or plan.biases or plan.hidden:
         return NotImplemented
-    if not (math.isfinite(number) and number):
+    if not 0 < number < math.inf:  # of a negative scale torch's op hides other keys
         return NotImplemented
     scale = plan.scale / number if divided else plan.scale * number
     return x.then(_with(func, x, args), scale=scale)
@@ -66,12 +74,12 @@ def _over(x, func, args, kwargs):
 def _plus(x, func, args, kwargs):
     bias = next((a for a in args if a is not x), None)
     plan = x._node.plan
-    if len(args) != 2 or kwargs or plan.hidden or not _belongs(x, bias) or not bias.is_floating_point():
+    if len(args) != 2 or kwargs or plan.hidden or not _belongs(x, bias):
         return NotImplemented
-    return x.then(
-        _with(func, x, args),
-        dtype=torch.promote_types(x.dtype, bias.dtype), biases=(*plan.biases, bias), leading=_leading(x, bias),
-    )  # fmt: skip
+    if bias.dtype not in (plan.query.dtype, torch.float32):  # of a mask that torch's op takes
+        return NotImplemented
+    dtype = torch.promote_types(x.dtype, bias.dtype) if bias.dim() else x.dtype
+    return x.then(_with(func, x, args), dtype=dtype, biases=(*plan.biases, bias), leading=_leading(x, bias))
 
 
 @recorder("masked_fill", "masked_fill_")
@@ -100,6 +108,8 @@ def _hidden(x, mask, number, step):
     numbers = {number, *(n for _, n in plan.hidden)}
     if type(number) not in (int, float) or len(numbers) > 1 or not number <= LOWEST:
         return NotImplemented
+    if -math.inf < number < torch.finfo(x.dtype).min:
+        return NotImplemented
     if not _belongs(x, mask) or mask.dtype is not torch.bool:
         return NotImplemented
     return x.then(step, hidden=(*plan.hidden, (mask, number)), leading=_leading(x, mask))
@@ -121,19 +131,18 @@ def _leading(x, mask):
 
 @recorder("softmax")
 def _softmax(x, func, args, kwargs):
-    dim, dtype = _bound(lambda input, dim=None, _stacklevel=3, dtype=None: (dim, dtype), x, func, args, kwargs)
+    def bound(input, dim=None, _stacklevel=3, dtype=None):
+        return dim, dtype
+
+    if len(args) == 3 and func is not torch.nn.functional.softmax:  # others have no _stacklevel
+        dim, dtype = bound(args[0], args[1], dtype=args[2], **kwargs)
+    else:
+        dim, dtype = bound(*args, **kwargs)
     if dim not in (-1, x.dim() - 1) or x._node.plan.weights or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     if dtype is None:  # autocast's differs between devices
         dtype = torch.softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1).dtype
     return x.then(lambda y: func(y, *args[1:], **kwargs), dtype=dtype, weights=True)
-
-
-def _bound(of, x, func, args, kwargs):
-    """Arguments of a call, by `of`: torch.softmax has no `_stacklevel`."""
-    if len(args) == 3 and func is not torch.nn.functional.softmax:
-        args, kwargs = args[:2], {**kwargs, "dtype": args[2]}
-    return of(*args, **kwargs)
 
 
 @recorder("dropout", "feature_dropout")
@@ -166,11 +175,11 @@ def _contiguous(x, func, args, kwargs):
 @recorder("view", "reshape")
 def _view(x, func, args, kwargs):
     """Leading dimensions are split or joined."""
-    meta = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs) if not _is_dtype(args[1:]) else None
-    if meta is None or meta.dim() < 3 or meta.shape[-2:] != x.shape[-2:]:
+    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return NotImplemented
-    return x.then(lambda y: func(y, *args[1:], **kwargs), shape=meta.shape)
-
-
-def _is_dtype(args) -> bool:
-    return any(isinstance(a, torch.dtype) for a in args)
+    meta = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+    if meta.dim() < 3 or meta.shape[-2:] != x.shape[-2:]:
+        return NotImplemented
+    y = x.then(lambda y: func(y, *args[1:], **kwargs), shape=meta.shape)
+    y._node.memory = x._node.memory
+    return y

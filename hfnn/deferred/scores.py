@@ -8,24 +8,36 @@ other operation computes the scores as torch does, and all that was made of them
 o is read.
 """
 
+import contextlib
+import functools
+import logging
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from hfnn.core.context import autocasting, uncompiled
 from hfnn.deferred.hidden import Made
+from hfnn.deferred.product import saving_hooks
 from hfnn.deferred.recorded import name_of
+
+log = logging.getLogger("hfnn")
 
 _WRITTEN = (
     "these attention scores were not computed and cannot be computed now: queries, keys or masks have been written to. "
     "Read them before, or leave the module alone: hfnn.convert(model, skip=...)"
 )
 _USED = (
-    "a hook on attention scores that were not computed comes too late: their product with the values is done. Set it "
+    "a hook on attention scores, or on their product with values, comes too late: it has been read already. Set it "
     "before, or leave the module alone: hfnn.convert(model, skip=...)"
+)
+_LOST = (
+    "a gradient has come to attention scores that were not computed: an autograd.Function or an extension took them. "
+    "Later calls compute them; or leave the module alone: hfnn.convert(model, skip=...)"
 )
 _HOOKS = "register_hook", "retain_grad"
 _SIZES = frozenset((
@@ -88,12 +100,20 @@ class Node:
 
     def __init__(self, call: Call, plan: Plan, step: Callable, before: "Node | None" = None):
         self.call, self.plan, self.step, self.before, self._value = call, plan, step, before, None
-        self.used = False  # by a product that did not compute it
-        on = autocasting(plan.query)
-        dtype = torch.get_autocast_dtype(plan.query.device.type) if on else None
-        self._state, self._versions = (on, dtype, torch.is_grad_enabled()), self._now()
+        self.used = False  # by a product with values
+        self.memory = object()  # the same for nodes whose values share memory
+        self._state, self._versions = self._state_now(), self._now()
         if not call.use.watched or (before is not None and before._value is not None):
             self.value()
+
+    def _state_now(self):
+        on = autocasting(self.plan.query)
+        dtype = torch.get_autocast_dtype(self.plan.query.device.type) if on else None
+        return on, dtype, torch.is_grad_enabled(), saving_hooks()
+
+    def same_state(self) -> bool:
+        """Whether autocast, grad mode and hooks of saved tensors are as they were."""
+        return self._state == self._state_now()
 
     def _now(self) -> list[int]:
         plan = self.plan
@@ -103,11 +123,20 @@ class Node:
     def value(self) -> torch.Tensor:
         if self._value is None:
             self.check()
-            on, dtype, grad = self._state
+            if self.used and self.plan.p:
+                log.warning("attention weights were read after their use: their dropout was drawn again")
+            on, dtype, grad, hooks = self._state
             given = () if self.before is None else (self.before.value(),)
-            with torch.set_grad_enabled(grad), torch.autocast(self.plan.query.device.type, dtype, enabled=on):
+            same = hooks == saving_hooks()
+            saving = contextlib.nullcontext() if same else saved_tensors_hooks(lambda t: t, lambda t: t)
+            autocast = torch.autocast(self.plan.query.device.type, dtype, enabled=on)
+            with torch.set_grad_enabled(grad), autocast, saving:
                 self._value = self.step(*given)
         return self._value
+
+    def late(self) -> bool:
+        """Whether a product with values has used it without computing it."""
+        return self.used and self._value is None
 
     def use(self) -> None:
         self.used = True
@@ -131,12 +160,24 @@ class _Waiting(torch.Tensor):
         return _on_values(func, args, kwargs)
 
 
+def _lost(use: Use, grad):
+    use.read = sys.maxsize
+    raise RuntimeError(_LOST)
+
+
 class Scores(_Waiting):
-    """A tensor that is computed when it is read."""
+    """A tensor that is computed when it is read. Code below Python and autograd.Functions see the tensor itself: if it
+    has been computed, it shares memory and graph with its value; else a gradient that comes to it is an error."""
 
     @staticmethod
     def of(node: Node, shape, dtype) -> "Scores":
-        y = torch.Tensor._make_wrapper_subclass(Scores, shape, dtype=dtype, device=node.plan.query.device)
+        if node._value is None:
+            how = {"dtype": dtype, "device": node.plan.query.device, "requires_grad": True}
+            y = torch.Tensor._make_wrapper_subclass(Scores, shape, **how)
+            with torch._C.DisableTorchFunctionSubclass():
+                y.register_hook(functools.partial(_lost, node.call.use))
+        else:
+            y = node._value.as_subclass(Scores)
         y._node = node
         node.call.members.append(weakref.ref(y))
         return y
@@ -149,12 +190,20 @@ class Scores(_Waiting):
     def value(self) -> torch.Tensor:
         return self._node.value()
 
+    def late(self) -> bool:
+        return self._node.late()
+
+    def is_shared(self) -> bool:
+        """Whether others that are alive share its memory."""
+        living = (x for x in self._node.call.living() if type(x) is Scores and x is not self)
+        return any(x._node.memory is self._node.memory for x in living)
+
     @classmethod
     @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, name_of(func)
         x = next((x for x in args if type(x) is Scores), None)
-        if x is not None and (name in _SIZES or name in HANDLERS):
+        if x is not None and (name in _SIZES or (name in HANDLERS and x._node.same_state())):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs) if name in _SIZES else HANDLERS[name](x, func, args, kwargs)
             if result is not NotImplemented:
@@ -162,14 +211,22 @@ class Scores(_Waiting):
         return _on_values(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents=None):
-        return f"Scores(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+        _read(self)
+        return repr(self.value())
+
+
+def writes(func) -> bool:
+    """Whether a function of torch, by its name, writes to its first argument."""
+    name = name_of(func)
+    return name.startswith(("__i", "__setitem")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _on_values(func, args, kwargs):
     """func of the values; whatever else was recorded is computed before, because func may write."""
-    if name_of(func) in _HOOKS and type(args[0]) is Scores and args[0]._node.used:
+    if name_of(func) in _HOOKS and isinstance(args[0], _Waiting) and args[0].late():
         raise RuntimeError(_USED)
     tree_map_only(Scores, _read, (args, kwargs))
+    args = tuple(x.written() if i == 0 and type(x) is Result and writes(func) else x for i, x in enumerate(args))
     args, kwargs = tree_map_only((Scores, Result), lambda x: x.value(), (args, kwargs or {}))
     return func(*args, **kwargs)
 
@@ -182,23 +239,42 @@ def _read(x: Scores) -> None:
 
 
 class Result(_Waiting):
-    """The result of attention, (B, H, T, E). rows: in the order (B, T, H, E), in which modules mostly read it."""
+    """The result of attention, (B, H, T, E). rows: in the order (B, T, H, E), in which modules mostly read it. tokens:
+    whether the result itself has this order, with the strides that einsum gives it."""
 
     @staticmethod
-    def of(call: Call, rows: torch.Tensor) -> "Result":
-        batch, queries, heads, width = rows.shape
-        y = torch.Tensor._make_wrapper_subclass(
-            Result, (batch, heads, queries, width), dtype=rows.dtype, device=rows.device
-        )
-        y._rows, y._value = rows, None
+    def of(call: Call, rows: torch.Tensor, tokens: bool = False) -> "Result":
+        y = (rows if tokens else rows.transpose(1, 2)).as_subclass(Result)
+        y._rows, y._tokens, y._value, y._given = rows, tokens, None, False
         call.members.append(weakref.ref(y))
         return y
 
     def value(self) -> torch.Tensor:
         """As torch's product returns it."""
-        if self._value is None:
-            self._value = self._rows.transpose(1, 2).contiguous()
-        return self._value
+        if self._value is not None:
+            return self._value
+        value = self._rows.transpose(1, 2).contiguous()
+        value = value.transpose(1, 2) if self._tokens else value
+        self._value = None if self._given else value
+        return value
+
+    def written(self) -> torch.Tensor:
+        """What is written to. Rows that were given share its memory, where torch's do."""
+        return self._rows.transpose(1, 2) if self._given and not self._tokens else self.value()
+
+    def _read_rows(self, name, func, args):
+        """The rows for a read in their order, or None."""
+        if self._value is not None:
+            return None
+        if not self._tokens:
+            dims = args[0] if len(args) == 1 else args
+            fits = name in _ORDERS and tuple(d % 4 for d in dims) in _ORDERS[name]
+            return self._rows if fits else None
+        y = func(self._rows, *args) if name in ("flatten", "reshape") else None
+        return y if y is not None and y.shape == self._rows.flatten(2).shape else None
+
+    def late(self) -> bool:
+        return self._given
 
     @classmethod
     @uncompiled
@@ -207,10 +283,10 @@ class Result(_Waiting):
         if type(x) is Result and name in _SIZES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if type(x) is Result and x._value is None and not kwargs and name in _ORDERS:
-            dims = args[1] if len(args) == 2 else args[1:]
-            if tuple(d % 4 for d in dims) in _ORDERS[name]:
-                return x._rows
+        rows = x._read_rows(name, func, args[1:]) if type(x) is Result and not kwargs else None
+        if rows is not None:
+            x._given = True
+            return rows
         return _on_values(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents=None):

@@ -1,10 +1,11 @@
-"""More defects of `convert_faults.py`: of attention whose queries see no key."""
+"""More defects of `convert_faults.py`: of attention whose queries see no key, or that a module writes out."""
 
 import torch
 from convert_faults import FAULTS as FAULTS
 from convert_faults import _plant
 
 from hfnn.adapters import masks
+from hfnn.deferred import scores
 from hfnn.ops.attention import sdpa
 
 
@@ -33,3 +34,5 @@ _plant(
     "_visible",
     lambda visible: lambda padding, keys, offset, begin, end: visible(padding, keys, offset, begin, keys),
 )
+_plant("scores written through a view", scores.Scores, "is_shared", lambda _: lambda scores: False)
+_plant("scores recorded in any state", scores.Node, "same_state", lambda _: lambda node: True)

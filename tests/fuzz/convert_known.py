@@ -140,9 +140,9 @@ def _more_than_torch(program, difference):
 
 
 def _fused_for_eager(program, difference):
-    """Eager attention without a mask of its own runs as torch's fused op, which has no second derivative."""
-    eager = [layer for layer in _layers(program, "padded") if layer[1] in ("eager", "capped")]
-    return bool(eager) and _says(difference, "_scaled_dot_product")
+    """Eager attention, or one that is written out, runs as torch's fused op, which has no second derivative."""
+    kinds = {layer[1] for layer in _layers(program, "padded", "scored")} - {"sdpa", *models.convert_attention.OWN}
+    return bool(kinds) and _says(difference, "_scaled_dot_product")
 
 
 def _torchs_sixth(program, difference):

@@ -12,6 +12,7 @@ import convert_around
 import convert_attention
 import convert_buffers
 import convert_modules as own
+import convert_scores
 from convert_images import Dense
 from torch import nn
 
@@ -242,6 +243,7 @@ LAYERS = {
             BOOLS,
         ),
     ),
+    "scored": Layer(("sequence",), 2, convert_scores.scored, _choose(*convert_scores.CHOICES)),
     "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
     "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),
     "decoder_layer": Layer(("sequence",), 1, own.Decoder, _choose(BOOLS)),
