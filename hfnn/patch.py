@@ -75,7 +75,9 @@ class Place:
 
 def _routed(name: str, original: Callable, ours: Callable) -> Callable:
     """The replacement for torch's function: calls `ours` if the call is routed, else `original`."""
-    has_prefer = "prefer" in inspect.signature(getattr(functional, name)).parameters
+    known = {*inspect.signature(getattr(functional, name)).parameters, *inspect.signature(ours).parameters}
+    has_prefer = "prefer" in known
+    known.discard("prefer")
 
     def routed(*args, **kwargs):
         if compiling():  # Dynamo inlines this, so it sees the original
@@ -92,7 +94,8 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
             prefer, own = state[2], False
         else:
             return _as_torch(original, args, kwargs)
-        own = own or "out" in kwargs or _is_overridden(args, kwargs)
+        # A name that only torch knows: `out`, or one of numpy's, as `axis`.
+        own = own or not known.issuperset(kwargs) or _is_overridden(args, kwargs)
         # Calls from inside must reach torch: rooms fall back to it, and torch's functions call one another.
         here.state = _NOTHING
         try:

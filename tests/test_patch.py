@@ -315,3 +315,24 @@ def test_comparisons_with_torch_are_with_torch():
         assert gelu_is_ours(), "and afterwards routed as before"
         why = hfnn.patterns.lookalike.recognise(OwnGELU())
     assert isinstance(why, Refusal) and "output off by" in str(why)
+
+
+class NumpysNames(nn.Module):
+    """torch's functions in C also take numpy's names of arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = self.last(torch.cat([torch.relu(x=self.first(x)), x], axis=1))
+        return torch.softmax(y, axis=1) + torch.log_softmax(a=y, dim=-1) + torch.sigmoid(x=y)
+
+
+def test_arguments_by_numpys_names():
+    torch.manual_seed(0)
+    model, x = NumpysNames(), tensor(2, 4, 5, 6)
+    wanted = model(x)
+    torch.testing.assert_close(hfnn.convert(model, prefer="memory")(x), wanted)
+    with MEMORY():
+        torch.testing.assert_close(torch.softmax(x, axis=-1), F.softmax(x, -1))

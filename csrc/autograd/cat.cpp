@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include "rooms.h"
 
@@ -31,6 +32,7 @@ struct CatNode : Room {
     return at::cat(given, dim);
   }
   variable_list gradients(const Tensor& dy) override {
+    const AboveAutograd above;  // views with a base, as torch's: nothing is added to them in place
     variable_list found(sizes.size());
     for (int64_t i = 0, from = 0; i < int64_t(sizes.size()); from += sizes[size_t(i++)])
       if (should_compute_output(size_t(i))) found[size_t(i)] = dy.narrow(dim, from, sizes[size_t(i)]);
@@ -63,6 +65,21 @@ bool kept_anyway(const Tensor& x) {
   return before || Kept::takes(x) || (x.has_storage() && x.storage().use_count() > 1);
 }
 
+// Whether the memory in which the parts are is no larger than the result's. That of a view may be.
+bool fits(const variable_list& tensors) {
+  std::unordered_set<const void*> seen;
+  int64_t held = 0;
+  for (const Tensor& x : tensors) {
+    held -= int64_t(x.nbytes());
+    if (!x.is_view() || Kept::takes(x) || is_fake(x)) {
+      held += int64_t(x.nbytes());
+    } else if (seen.insert(x.storage().unsafeGetStorageImpl()).second) {
+      held += int64_t(x.storage().nbytes());
+    }
+  }
+  return held <= 0;
+}
+
 // (tensors, dim >= 0): tensors of one dtype and device. None: torch's own op must run, because no part is kept anyway.
 PyObject* cat(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
@@ -70,7 +87,8 @@ PyObject* cat(PyObject*, PyObject* const* args, Py_ssize_t) {
   const int64_t dim = PyLong_AsLongLong(args[1]);
   bool gains = false;
   for (const Tensor& x : tensors) gains |= kept_anyway(x);
-  if (!gains) Py_RETURN_NONE;
+  if (!gains || !fits(tensors)) Py_RETURN_NONE;
+  Room::decide(tensors);
 
   auto node = make_node<CatNode>();
   node->dim = dim;
@@ -78,7 +96,6 @@ PyObject* cat(PyObject*, PyObject* const* args, Py_ssize_t) {
   const bool apart = hooked();
   std::vector<const CatNode*> inner;
   for (const Tensor& x : tensors) {
-    if (cat_of(x, dim)) Room::decide(x);
     inner.push_back(apart ? nullptr : cat_of(x, dim));
     node->count += inner.back() ? inner.back()->count : 1;
     node->sizes.push_back(x.size(dim));

@@ -141,15 +141,6 @@ bool Kept::intact() const {
   return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
 }
 
-namespace {
-// Restores autograd's dispatch keys as in user code: a hook may run a forward.
-struct AboveAutograd {
-  c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
-  c10::impl::ForceDispatchKeyGuard guard{now.included_ | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
-                                         now.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
-};
-}  // namespace
-
 // Guards every `unpacked_`. Not held while a hook runs or a tensor is freed, because either may wait for the GIL.
 static std::mutex& unpacking() {
   static auto* mutex = new std::mutex;

@@ -81,4 +81,11 @@ class BelowAutograd {
   std::optional<c10::impl::ExcludeDispatchKeyGuard> no_views_;
 };
 
+// Restores autograd's dispatch keys as in user code: a hook may run a forward, and views have a base.
+struct AboveAutograd {
+  c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard guard{now.included_ | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
+                                         now.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+};
+
 }  // namespace hfnn::node

@@ -100,20 +100,33 @@ auto& offers() {
 }  // namespace
 
 void Room::offer(const NodePtr& self) {
-  if (carries_) offers().insert_or_assign(std::this_thread::get_id(), weakly(self));
+  offered_ = true;
+  if (!carries_) return let_go();
+  offers().insert_or_assign(std::this_thread::get_id(), weakly(self));
 }
 
-void Room::decide(const Tensor& read) {
+void Room::decide(at::ArrayRef<Tensor> read) {
   if (offers().empty()) return;
   const auto offer = offers().extract(std::this_thread::get_id());
   const NodePtr node = offer ? offer.mapped().lock() : NodePtr();
   if (!node) return;
-  const Tensor y = viewed(read);
-  auto* meta = y.defined() ? graph_of(y) : nullptr;
+  for (const Tensor& x : read) {
+    const Tensor y = viewed(x);
+    auto* meta = y.defined() ? graph_of(y) : nullptr;
+    if (meta && meta->grad_fn_ == node) return;
+  }
   auto* self = static_cast<Room*>(node.get());
-  if ((meta && meta->grad_fn_ == node) || self->tokens_ > 0) return;
-  self->carries_ = false;
-  for (Kept& source : self->kept()) source.release();
+  if (self->tokens_ == 0) self->let_go();
+}
+
+// Also the sources of offers that only this one read.
+void Room::let_go() {
+  carries_ = false;
+  for (Kept& source : kept()) source.release();
+  for (const auto& edge : next_edges()) {
+    auto* source = dynamic_cast<decltype(this)>(edge.function.get());
+    if (source && source->offered_ && source->tokens_ == 0) source->let_go();
+  }
 }
 
 bool Room::gives(const Tensor& y) {

@@ -167,10 +167,10 @@ class Room : public Node {
   // Makes y this room's output, with edges to the inputs. carries: whether consumers may keep this node instead of y.
   // writes: y is an input that was written to.
   void finish(const NodePtr& self, Tensor& y, torch::autograd::edge_list&& edges, bool carries, bool writes = false);
-  // Its sources are kept by nothing else, so they are released again if another tensor than y is the next that a room
-  // of this thread would keep: then y's reader is an op of torch, which keeps y itself.
+  // Its sources are kept by nothing else, so they are released again if another tensor than y is the next that a node
+  // of this thread would keep: then y's reader is an op of torch, which keeps y itself. At once if y cannot be rebuilt.
   void offer(const NodePtr& self);
-  static void decide(const Tensor& read);
+  static void decide(at::ArrayRef<Tensor> read);
   // Whether y is still what this room returned, and can be rebuilt.
   bool gives(const Tensor& y);
   bool intact();
@@ -192,6 +192,7 @@ class Room : public Node {
   variable_list with_tangents(const Tensor& dy);
   void clear_at_the_end();
   void forget();
+  void let_go();
   Tensor built(ScalarType dtype);
 
   uint32_t version_ = 0;
@@ -201,7 +202,7 @@ class Room : public Node {
   std::optional<c10::Stream> made_on_;
   std::optional<c10::SafePyObject> hooks_;  // hooks of saved tensors during forward
   FakeMode fake_mode_;                      // of forward: backward may run outside of it
-  bool carries_ = false;
+  bool carries_ = false, offered_ = false;
   int steps_ = 1;                // nodes that building y runs, this one included
   mutable uint64_t number_ = 0;  // unique id for compiled autograd
   enum { kNotCompiled, kCompiled, kReleasedLater };

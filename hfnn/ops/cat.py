@@ -43,11 +43,11 @@ def _fits(tensors, dim, prefer) -> bool:
         return False
     if type(tensors) not in (list, tuple) or len(tensors) < 2 or type(dim) is not int:
         return False
-    if context(*tensors) is not None or in_checkpoint():  # its second forward must keep the same, whatever lives then
+    # A tensor without a gradient may be data or a buffer, which is often written to before backward.
+    if not all(torch.is_tensor(x) and x.requires_grad for x in tensors) or context(*tensors) is not None:
         return False
-    first, size = tensors[0], sum(x.numel() for x in tensors)
-    least = 0 if prefer == "memory" else BEHIND_ELEMENTS[on_gpu(first)]
-    if not -first.dim() <= dim < first.dim() or size < least:
+    first, least = tensors[0], 0 if prefer == "memory" else BEHIND_ELEMENTS[on_gpu(tensors[0])]
+    # A checkpoint's second forward must keep the same, whatever lives then.
+    if in_checkpoint() or not -first.dim() <= dim < first.dim() or sum(x.numel() for x in tensors) < least:
         return False
-    same = all(x.dtype is first.dtype and x.device == first.device and x.dim() == first.dim() for x in tensors)
-    return same and any(x.requires_grad for x in tensors)
+    return all(x.dtype is first.dtype and x.device == first.device and x.dim() == first.dim() for x in tensors)

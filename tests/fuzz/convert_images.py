@@ -6,9 +6,13 @@ from torch import nn
 
 class Dense(nn.Module):
     """Features and what is made of them, read together: by a norm, by a convolution, by both and by torch's ops; with a
-    part that can be built again, one that is such a whole itself, and one that is written to."""
+    part that can be built again, one that is such a whole itself, one without a gradient, and a view; by numpy's name
+    of the dimension; as the last of several wholes; with one that is written to: one that can be built again, or one
+    that only the whole keeps."""
 
-    READ = ("norm", "conv", "both", "torch", "twice", "nested", "written")
+    READ = (
+        "norm", "conv", "both", "torch", "twice", "nested", "data", "view", "axis", "several", "written", "kept written"
+    )  # fmt: skip
 
     def __init__(self, D, dimensions, read, act):
         super().__init__()
@@ -19,7 +23,21 @@ class Dense(nn.Module):
 
     def forward(self, x):
         new = self.act(self.norm(self.first(x)))
+        if self.read == "axis":
+            return self.last(torch.cat((x, new), axis=-x.dim() + 1))
+        if self.read == "data":
+            x = x.detach() * 1
+        if self.read == "view":  # of more than the whole has
+            x = torch.stack([x, x.sin(), x.cos()])[1]
+        if self.read == "kept written":
+            x = x * 1
+        if self.read == "several":
+            new = torch.cat([new, x], 1).chunk(2, 1)[0] + torch.cat([x, new, x]).sin()[: len(x)]
         y = torch.cat((x, new), dim=1)
+        if self.read == "kept written":
+            y = self.last(y)
+            x.mul_(0.5)
+            return y
         if self.read == "written":
             new.mul_(0.5)
         if self.read == "nested":

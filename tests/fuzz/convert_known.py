@@ -235,6 +235,8 @@ def _writes_in_place(program) -> bool:
         return True
     if any(layer[-1] == "inplace" for layer in _layers(program, "residual", "functional")):
         return True
+    if any("written" in layer[2] for layer in _layers(program, "dense")):
+        return True
     return any(layer[2] is True for layer in _layers(program, "activation", "dropout", "mlp"))
 
 
@@ -282,11 +284,6 @@ def _own_input(program, difference):
 def _attention_strides(program, difference):
     """torch transposes attention's inputs, and its gradient is returned transposed."""
     return difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _attention(program)
-
-
-def _concatenated(program, difference):
-    """Gradients of what is concatenated are views of the whole's, and are added in another order than torch's."""
-    return difference.label.startswith("grad") and _layers(program, "dense") and difference.alike_but_for_ones()
 
 
 def _depthwise_weights(program, difference):
@@ -387,7 +384,7 @@ def _limit(name, *predictions) -> Known:
 
 CHECKPOINTS = _changed_in_checkpoint, _counted_in_checkpoint, _not_the_same_again, _not_computed_again, _acts_twice
 KNOWN = (
-    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second, _concatenated),
+    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights, _zero_second),
     _limit("what torch refuses", _batched_refused, _more_than_torch, _fused_for_eager, _writes_refused, _cached_cast),
     _limit("writes to what hfnn keeps", _weight_written, _written_source, _own_input, _weight_of_run_again),
     _limit("writes that nobody sees", _stock_suffers, _recipe_suffers, _kept_suffers, _run_again),

@@ -1,5 +1,6 @@
 """torch.cat whose result is built again from its parts: values, gradients, layouts; what is kept, and by whom."""
 
+import functools
 import gc
 import weakref
 
@@ -109,6 +110,25 @@ def test_what_a_reader_of_torchs_keeps_is_all_that_is_kept(device):
     conv(whole, weight)  # kept as by torch
 
 
+UNREAD = {
+    "one of several": lambda a, b: [cats([a, b], 1).sin(), cats([a, a], 1)],
+    "a whole of a whole": lambda a, b: cats([cats([a, b], 1), a], 1).sin(),
+    "a whole of a whole, along another dimension": lambda a, b: cats([cats([a, b], 1), cats([a, b], 1)], 2).sin(),
+    "one of long chains": lambda a, b: cats([b, *[functools.reduce(lambda y, _: norm(y), range(9), a)] * 2], 1),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_wholes_that_no_node_reads_keep_no_parts(device, case):
+    """Also where torch's ops read it."""
+    a, b, _ = parts(device)
+    seen, last = UNREAD[case](a, b), weakref.ref(b)
+    norm(drawn(device))
+    del b
+    gc.collect()
+    assert seen is not None and last() is None
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_parts_are_kept_for_the_first_reader(device, hooked):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else recipe.drawing():
@@ -150,6 +170,8 @@ def test_checkpoints(device, reentrant):
 REFUSED = {
     "one tensor": lambda a, b: ([a], 1),
     "two dtypes": lambda a, b: ([a, b.double()], 1),
+    "data": lambda a, b: ([a, torch.ones_like(a)], 1),
+    "a view of more memory": lambda a, b: ([a, torch.stack([b, b, b])[0]], 1),
     "no gradient": lambda a, b: ([a.detach(), b.detach()], 1),
     "parts that nothing keeps": lambda a, b: ([a.detach().requires_grad_() * 1, b * 1], 1),
     "an empty one, of torch's past": lambda a, b: ([a, torch.empty(0, device=a.device)], 1),
@@ -163,7 +185,14 @@ def test_others_are_torchs(device, case):
     assert torch.equal(y, torch.cat(tensors, dim)) and (y.grad_fn is None or y.grad_fn.name() == "CatBackward0")
 
 
-WRONG = ([], 0), ((torch.ones(1, 2), torch.ones(2, 3)), 0), ((torch.ones(1),) * 2, 3), (3, 0)
+WRONG = (
+    ([], 0),
+    ((torch.ones(1), None), 0),
+    ([None] * 2, 0),
+    ((torch.ones(1, 2), torch.ones(2, 3)), 0),
+    ((torch.ones(1),) * 2, 3),
+    (3, 0),
+)
 
 
 @pytest.mark.parametrize("arguments", WRONG)
@@ -179,7 +208,9 @@ def test_a_whole_as_a_part(device):
     """It stands for its parts, in any place, and whatever was read before."""
     for order in ([0, 1], [1, 0], [0, 1, 0]):
         a, b, weight = parts(device)
-        inner, other = cats([a, b], 1), cats([b, a], 1)
+        inner, read = (whole := cats([a, b], 1)), conv(whole, weight)
+        other = cats([b, a], 1)
+        assert recipe.carries(inner) and read.requires_grad
         given = [(inner, other, a)[i] for i in order]
         weight = torch.ones(3, sum(x.shape[1] for x in given), 1, 1, device=device, requires_grad=True)
         found, wanted = (
@@ -193,3 +224,17 @@ def test_several_backwards(device):
     y = conv(cats([b, a, b], -3), torch.cat([weight, weight[:, :4]], 1))
     first = grads(y, [weight, b], retain_graph=True)
     assert all(map(torch.equal, first, grads(y, [weight, b])))
+
+
+def test_gradients_of_parts_are_views_as_torchs(device):
+    """So nothing is added to them in place, which would leave them the whole's strides in dimensions of size 1."""
+    found = []
+    for cat in (cats, torch.cat):
+        x = torch.ones(1, 4, 5, 6, device=device, requires_grad=True)
+        a = x * 1
+        y = cat([norm(a), a], 1)
+        y.register_hook(lambda dy: found.append(dy))
+        a.register_hook(lambda dy: found.append(dy.stride()))
+        y.sin().sum().backward()
+        found.append(x.grad.stride())
+    assert found[1:3] == found[4:] and found[0].stride() == found[3].stride()
