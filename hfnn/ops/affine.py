@@ -72,7 +72,7 @@ def affine(
     small = [each for each in (scale, shift) if isinstance(each, Tensor)]
     if (
         _NODE is None or not torch.is_grad_enabled() or prefer == "speed" or (prefer == "auto" and x.nbytes < FLOOR)
-        or context(x, *small) is not None or not all(_is_small(each, x) for each in small)
+        or context(x, *small) is not None or not all(is_small(each, x) for each in small)
         or not (shift is None or isinstance(shift, Tensor))
     ):  # fmt: skip
         return reference(x, scale, shift)
@@ -83,7 +83,7 @@ def affine(
     return node(below(_build, how, x, scale, shift), how, x, scale, shift)
 
 
-def _is_small(each, x) -> bool:
+def is_small(each, x) -> bool:
     """Whether a tensor is broadcast to x, and much smaller."""
     if each.dim() > x.dim() or each.numel() * SMALLER > x.numel() or each.device != x.device:
         return False

@@ -31,8 +31,7 @@ def _gradients(dy, needs, how, x, length):
     _, dim, eps = how
     limited = length.clamp_min(eps)
     inner = (dy * x).sum(dim, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    # As torch's: none where the limit holds, nor at zero.
-    slope = (inner / length / limited).masked_fill_((length < eps) | (length == 0), 0)
+    slope = (inner / length / limited).masked_fill_(length < eps, 0)  # none where the limit holds
     return (torch.addcmul(dy, x, slope.to(dy.dtype), value=-1).div_(limited),)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
-from hfnn.patterns.shapes import shape_of
+from hfnn.patterns.shapes import Size, shape_of, sized
 from hfnn.patterns.subclass import original
 
 # name(arguments): functions that depend only on the values of their arguments.
@@ -118,7 +118,9 @@ class Value(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return next(_values((args, kwargs or {}))).trace.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # what the trace asks is not what the forward asks
+            return next(_values((args, kwargs))).trace.call(func, args, kwargs)
 
 
 def _values(nest):
@@ -132,10 +134,11 @@ def _values(nest):
 
 class Trace:
     """A graph that is being recorded. views: nodes of which others share the memory; dtype: of inputs and parameters,
-    with 16 bits, in which `.float()` and `.to(x.dtype)` are two things; casts: whether one was asked for or used."""
+    with 16 bits, in which `.float()` and `.to(x.dtype)` are two things; casts: whether one was asked for or used;
+    compared: what else than sizes was computed of sizes."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16):
-        self.graph, self.views, self.dtype, self.casts = fx.Graph(), set(), dtype, False
+        self.graph, self.views, self.dtype, self.casts, self.compared = fx.Graph(), set(), dtype, False, []
 
     def value(self, shape: tuple[int, ...], dtype: torch.dtype, node: fx.Node) -> Value:
         found = torch.Tensor._make_subclass(Value, torch.empty(shape, dtype=dtype, device="meta"))
@@ -150,39 +153,39 @@ class Trace:
         found._is_param = True  # isinstance(found, nn.Parameter)
         return found
 
-    def part(self, name: str, x: Value, shape: tuple[int, ...] | None = None) -> Value:
-        """The result of a part, of the shape of x if of no other."""
+    def part(self, name: str, x: Value, shape_of: Callable = lambda shape: shape) -> Value:
+        """The result of a part. shape_of: its shape, by that of x."""
         with torch._C.DisableTorchFunctionSubclass():  # asked by the trace, not by the forward
-            shape, dtype = x.shape if shape is None else shape, x.dtype
+            shape, dtype = shape_of(tuple(x.shape)), x.dtype
         return self.value(shape, dtype, self.graph.call_module(name, (x.node,)))
 
     def call(self, func, args, kwargs):
         """torch's function on values of the trace."""
         name = getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__
-        with torch._C.DisableTorchFunctionSubclass():
-            self.casts |= name == "dtype" or ALIASES.get(name, name) == "to"
-            if name in ANSWERS:
-                return func(*args, **kwargs)
-            if func not in _SPELLINGS:
-                raise Refusal(f"its forward calls {name.strip('_')}")
-            called, swapped, inplace = _SPELLINGS[func]
-            if called == "to":
-                func, args, kwargs = torch.Tensor.to, (args[0], _cast(name, *args[1:], *kwargs.values())), {}
-            try:
-                given = SIGNATURES[called].bind(*(args[::-1] if swapped else args), **kwargs)
-            except TypeError:
-                raise Refusal(f"its forward calls {called} with arguments that are not followed") from None
-            given.apply_defaults()
-            inplace = given.arguments.pop("inplace", False) or inplace
-            if given.arguments.pop("out", None) is not None:
-                raise Refusal(f"its forward calls {called} with out")
-            if called == "permute" and isinstance(given.arguments["dims"][0], (list, tuple)):
-                (given.arguments["dims"],) = given.arguments["dims"]
-            arguments, x = tuple(map(_argument, given.arguments.values())), next(_values((args, kwargs)))
-            if _same(called, x, arguments):
-                self.views.add(x.node)  # torch may make another tensor
-                return x
-            shape, y = x.shape, func(*args, **kwargs)
+        self.casts |= name == "dtype" or ALIASES.get(name, name) == "to"
+        if name in ANSWERS:
+            answer = func(*args, **kwargs)
+            return answer if name in ("dtype", "layout") else sized(answer, self.compared)
+        if func not in _SPELLINGS:
+            raise Refusal(f"its forward calls {name.strip('_')}")
+        called, swapped, inplace = _SPELLINGS[func]
+        if called == "to":
+            func, args, kwargs = torch.Tensor.to, (args[0], _cast(name, *args[1:], *kwargs.values())), {}
+        try:
+            given = SIGNATURES[called].bind(*(args[::-1] if swapped else args), **kwargs)
+        except TypeError:
+            raise Refusal(f"its forward calls {called} with arguments that are not followed") from None
+        given.apply_defaults()
+        inplace = given.arguments.pop("inplace", False) or inplace
+        if given.arguments.pop("out", None) is not None:
+            raise Refusal(f"its forward calls {called} with out")
+        if called == "permute" and isinstance(given.arguments["dims"][0], (list, tuple)):
+            (given.arguments["dims"],) = given.arguments["dims"]
+        arguments, x = tuple(map(_argument, given.arguments.values())), next(_values((args, kwargs)))
+        if _same(called, x, arguments):
+            self.views.add(x.node)  # torch may make another tensor
+            return x
+        shape, y = x.shape, func(*args, **kwargs)
         if inplace:
             return self._write(called, arguments, x, y.shape == shape)
         node = self.graph.call_function(TARGETS[called], arguments)
@@ -221,7 +224,7 @@ def _argument(value):
         return tuple(map(_argument, value))
     if not isinstance(value, _CONSTANTS):
         raise Refusal(f"its forward uses a {type(value).__name__} that is neither its input nor made of it")
-    return value
+    return int(value) if isinstance(value, Size) else value
 
 
 def _same(name: str, x: Value, arguments: tuple) -> bool:
@@ -232,7 +235,8 @@ def _same(name: str, x: Value, arguments: tuple) -> bool:
 
 
 # Functions of each element, of which formulas consist, and the activations that formulas may be.
-_POINTWISE = ("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "exp", "erf", "sigmoid", "tanh", "relu")
+# No exp: where it overflows, a formula is NaN, or its gradient is, which those of the activation are not.
+_POINTWISE = ("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "erf", "sigmoid", "tanh", "relu")
 _FORMULAS = {
     "silu": ("silu",), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "sigmoid": ("sigmoid",),
     "quick_gelu": ("quick_gelu",), "relu_squared": ("relu_squared",),
@@ -339,7 +343,7 @@ class Leaf:
         if self.identity:
             return x
         if isinstance(x, Value):
-            return x.trace.part(self.name, x, self.shape(tuple(x.shape)))
+            return x.trace.part(self.name, x, self.shape)
         return self._mixed(x, self.shape(tuple(x.shape)))
 
     def _mixed(self, x, shape):

@@ -12,7 +12,7 @@ from torch import fx
 
 from hfnn.ops import affine, group_norm, layer_norm, normalize
 from hfnn.patterns.graph import name_of
-from hfnn.patterns.row import Row, call
+from hfnn.patterns.row import Row, added, call
 
 WIDE_FLOOR = 1 << 19  # elements
 
@@ -62,7 +62,9 @@ def _of_norm(site):
     if sizes[0] < sizes[1]:
         site.bound |= {"x": site.bound["scale"], "scale": site.bound["x"]}
     fits = sorted(sizes)[-2] < max(sizes) and (len(sizes) < 3 or sizes[2] < max(sizes))
-    return () if fits and _is_normed(site.bound["x"]) else None
+    if not (fits and _is_normed(site.bound["x"])):
+        return None
+    return tuple(site.is_first(name) for name in site.row.names[1:])
 
 
 def _is_normed(node) -> bool:
@@ -72,8 +74,21 @@ def _is_normed(node) -> bool:
     return what in ("layer_norm", "group_norm", "norm", "normalize")
 
 
-def _affine(prefer, x, scale, shift=None):
-    return affine.affine(x, scale, shift, prefer=prefer)
+def _affine(prefer, x, *more):
+    """more: factor, shift, and which of them is a first operand."""
+    small, first = more[: len(more) // 2], more[len(more) // 2 :]
+    ahead = [each for each, at in zip(small, first, strict=True) if at and isinstance(each, torch.Tensor)]
+    if all(_follows(each, x) for each in ahead):
+        return affine.affine(x, *small, prefer=prefer)
+    y = small[0] * x if first[0] else x * small[0]
+    return y if len(small) == 1 else added(y, small[1], first[1])
+
+
+def _follows(small, x) -> bool:
+    """Whether the result has the strides of x although `small` is the first operand, because its own are in the same
+    order."""
+    dims = [dim for dim in range(-small.dim(), 0) if small.shape[dim] != 1]
+    return affine.is_small(small, x) and sorted(dims, key=small.stride) == sorted(dims, key=x.stride)
 
 
 _WIDE = {"layer_norm": layer_norm.OP, "group_norm": group_norm.OP}

@@ -8,7 +8,7 @@ from hfnn.core.context import is_bare, is_plain
 from hfnn.ops import batch_norm, cat
 from hfnn.ops.batch_norm import ACTIVATIONS, PIECEWISE
 from hfnn.patterns.kinds import ACTIVATIONS_OF, BATCH_NORMS
-from hfnn.patterns.row import Row, call
+from hfnn.patterns.row import Row, added, call
 
 
 def norm_act(x, norm, act):
@@ -29,13 +29,14 @@ def _norm_act(prefer, x, norm, act):
     return _norm_sum_act(prefer, x, None, norm, act)
 
 
-def _norm_sum_act(prefer, x, residual, norm, act, inplace=False):
+def _norm_sum_act(prefer, x, residual, norm, act, first=False, inplace=False):
     """act(norm(x) + residual), by one kernel if possible and nothing observes the parts."""
     own = isinstance(act, tuple)
     name = act[0] if own else ACTIVATIONS_OF.get(type(act))
     fits = residual is None or (
         residual.shape == x.shape and residual.dtype is x.dtype and name in ACTIVATIONS[: PIECEWISE + 1]
-    )
+        and (not first or residual.stride() == x.stride())
+    )  # fmt: skip
     if (
         fits and name is not None and type(norm) in BATCH_NORMS and is_bare(norm) and is_plain(x)
         and (own or is_bare(act))
@@ -52,7 +53,7 @@ def _norm_sum_act(prefer, x, residual, norm, act, inplace=False):
     if inplace:
         y += residual
     elif residual is not None:
-        y = y + residual
+        y = added(y, residual, first)
     return call(act, y)
 
 
@@ -60,10 +61,14 @@ def _piecewise(site):
     return () if site.f in ACTIVATIONS[: PIECEWISE + 1] else None
 
 
+def _ordered(site):
+    return None if _piecewise(site) is None else (site.is_first("residual"),)
+
+
 _row = functools.partial(Row, parts={"norm": "batch_norm", "act": "act"}, op=batch_norm.ACT, whole=False)
 _in_place = functools.partial(_norm_sum_act, inplace=True)
 ROWS = (
-    _row(norm_sum_act, compute=_norm_sum_act, more=_piecewise),
+    _row(norm_sum_act, compute=_norm_sum_act, more=_ordered),
     _row(norm_sum_in_place_act, compute=_in_place, more=_piecewise),
     _row(norm_act, compute=_norm_act),
 )

@@ -1,18 +1,20 @@
 """Rows of residual connections: dropout, sum, layer norm and a learned scale behind a map."""
 
+import torch
+
 from hfnn.core.context import autocasting
 from hfnn.ops import add_norm, dropout_add, linear
 from hfnn.ops.layout import in_rows
-from hfnn.patterns.row import Row, call, dropout
+from hfnn.patterns.row import Row, added, call, dropout
 
 
 def residual_sum(x, residual, drop):
     return drop(x) + residual
 
 
-def _residual_sum(prefer, x, residual, drop):
-    if not (in_rows(x) and in_rows(residual)):  # otherwise the sum has the strides of x
-        return call(drop, x) + residual
+def _residual_sum(prefer, x, residual, drop, first):
+    if x.shape != residual.shape or not (in_rows(x) and in_rows(residual)):
+        return added(call(drop, x), residual, first)
     return dropout_add.dropout_add(x, residual, *dropout(drop), prefer=prefer)
 
 
@@ -20,16 +22,16 @@ def residual_norm(x, residual, drop, norm):
     return norm(drop(x) + residual)
 
 
-def _residual_norm(prefer, x, residual, drop, norm):
-    if not (in_rows(x) and in_rows(residual)):
-        return call(norm, call(drop, x) + residual)
+def _residual_norm(prefer, x, residual, drop, norm, first):
+    if x.shape != residual.shape or not (in_rows(x) and in_rows(residual)):
+        return call(norm, added(call(drop, x), residual, first))
     how = norm[1:] if isinstance(norm, tuple) else (norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     p, training = dropout(drop)
     return add_norm.add_layer_norm(x, residual, *how, p=p, training=training, prefer=prefer)[0]
 
 
 def _of_map(site):
-    return () if site.producer("x") else None
+    return (site.is_first("residual"),) if site.producer("x") else None
 
 
 def scaled_map(x, scale, proj):
@@ -48,7 +50,8 @@ def _scaled_map(prefer, x, scale, proj):
     rows = x.numel() // x.shape[-1] if x.dim() and x.numel() else 0
     if (
         rows < MORE_ROWS * x.shape[-1] or prefer == "speed" or autocasting(x)
-        or not x.dtype is proj.weight.dtype is scale.dtype or not scale.requires_grad
+        or not x.dtype is proj.weight.dtype is scale.dtype or x.dtype is torch.float16  # whose range is too small
+        or not (scale.requires_grad and proj.weight.requires_grad)
     ):  # fmt: skip
         return proj(x) * scale
     bias = None if proj.bias is None else proj.bias * scale

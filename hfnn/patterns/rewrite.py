@@ -63,9 +63,9 @@ class Fused(Match):
     parts; held: (part, what it must be) of the parts that are not called; maps: parts whose results may be computed
     again in backward; keep: activations whose results are kept anyway; map: the first map of a module that has only
     products; dtypes: parts whose weights must have one dtype, which a forward may ask for; given: the inputs' sizes,
-    None where any will do, or None for inputs of any rank; casts: whether the result depends on the inputs' dtype,
-    which must be one, and that of the parameters, unless these are of float32; own: the module's parameters with
-    their shapes.
+    None where any will do and ... for any number of them, or None for all inputs; casts: whether the result depends on
+    the inputs' dtype, which must be one, and that of the parameters, unless these are of float32; own: the module's
+    parameters with their shapes.
     """
 
     inputs: int
@@ -119,6 +119,8 @@ class Fused(Match):
 
 
 def _fits(x, sizes) -> bool:
+    if sizes[0] is Ellipsis:
+        return x.dim() > 1 and x.shape[-1] == sizes[1]
     return x.dim() == len(sizes) and all(n is None or n == size for n, size in zip(sizes, x.shape, strict=True))
 
 
@@ -211,7 +213,7 @@ def _traced(module, notes, kinds, training, shapes, dtype=torch.bfloat16) -> fx.
     if any(map(probe.changes, (clone, *clone._modules.values()))):
         raise Refusal("its forward changes attributes of the module")
     trace.graph.output(y.node)
-    trace.graph.casts = trace.casts
+    trace.graph.casts, trace.graph.compared = trace.casts, trace.compared
     for node in trace.graph.nodes:
         node.meta["kind"] = kinds.get(node.target) if node.op == "call_module" else None
     return trace.graph
@@ -236,7 +238,8 @@ def _graphs(traced, module, kinds, inputs):
         try:
             graphs = [traced(training, sizes[0]) for training in (False, True)]
             for training, of in zip((False, True), graphs, strict=True):
-                if any(str(traced(training, shape)) != str(of) for shape in sizes[1:]):
+                others = (traced(training, shape) for shape in sizes[1:])
+                if any((str(other), other.compared) != (str(of), of.compared) for other in others):
                     raise Refusal("its forward depends on sizes")
                 graph.follow(of, traced(training, sizes[0], torch.float16))
             return graphs, sizes, given

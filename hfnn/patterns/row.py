@@ -24,7 +24,7 @@ class Row:
     """pattern: the graph, as a function; parts: {argument: the kind of what it calls}; compute: the op, a function of
     `prefer`, the pattern's arguments and `more`. op: for reports, or by the activation's name. more: (site) -> further
     arguments, or None if the site does not fit. whole: whether the module's own forward runs if a part must be called;
-    else `compute` calls it. define: the pattern, if it takes `more`. numbers: whether a value may be a number. alone:
+    else `compute` calls it. define: the pattern, if it needs `more`. numbers: whether a value may be a number. alone:
     whether a graph is rewritten for this row.
     """
 
@@ -68,12 +68,17 @@ class Row:
         given, more = given[: len(self.names)], given[len(self.names) :]
         pairs = zip(self.names, given, strict=True)
         called = [functools.partial(call, value) if name in self.parts else value for name, value in pairs]
-        return (self.define or self.pattern)(*called, *more)
+        return self.define(*called, *more) if self.define else self.pattern(*called)
 
 
 def call(function, x):
     """What a row calls on a tensor: a part, or a function of graph.CALLS: (name, *further arguments)."""
     return graph.TARGETS[function[0]](x, *function[1:]) if isinstance(function, tuple) else function(x)
+
+
+def added(y, other, first: bool):
+    """y + other, with other as the first operand if it is, because the first one decides the strides."""
+    return other + y if first else y + other
 
 
 def dropout(drop) -> tuple[float, bool]:
@@ -102,6 +107,10 @@ class Site:
         """{part that the op replaces: what it must be}"""
         parts = {self.bound[name]: kind for name, kind in self.row.parts.items() if isinstance(self.bound[name], str)}
         return {part: self.f if kind in ("gate", "relu", "norm") else kind for part, kind in parts.items()}
+
+    def is_first(self, name: str) -> bool:
+        """Whether an argument is the first operand of the sum or product that reads it, which decides the strides."""
+        return any(node.args[0] is self.bound[name] for node in self.inner if name_of(node) in ("add", "add_", "mul"))
 
     def title(self) -> str:
         """The parts that the op's inputs come from, or those that it replaces."""

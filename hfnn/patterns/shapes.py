@@ -42,19 +42,20 @@ def shape_of(part: nn.Module, kind, shape: tuple[int, ...], strict: bool = True)
 
 
 def candidates(module, kinds, inputs):
-    """(shapes of inputs that may fit, the sizes that they must have): three to compute with, and others, which only a
-    trace can take."""
+    """(three shapes of inputs that may fit, the sizes that they must have, None for all)."""
     norm = next((part for name, part in module._modules.items() if kinds[name] == "batch_norm"), None)
     if norm is not None:
         dims = BATCH_NORMS[type(norm)]
-        sizes = (3, 4, 4, 5, 3), (2, 6, 3, 4, 5), (3, 4, 2, 2, 1), (1, 1, 1, 1, 1), (999, 1024, 777, 512, 64)
-        yield [(each[:dims],) * inputs for each in sizes], None
+        sizes = (3, 4, 4, 5, 3), (2, 6, 3, 4, 5), (3, 4, 2, 2, 1)
+        if dims == 3:  # or two
+            yield [(each[: dims - number % 2],) * inputs for number, each in enumerate(sizes)], None
+        yield [(each[:dims],) * inputs for each in sizes], ((None,) * dims,) * inputs
         return
     maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
     for width in dict.fromkeys(kind.inputs for kind in maps):
         lasts = (width, maps[-1].outputs)[:inputs]
         if inputs < 3:
-            yield [tuple((*rows, last) for last in lasts) for rows in _ROWS], None
+            yield [tuple((*rows, last) for last in lasts) for rows in _ROWS], tuple((..., last) for last in lasts)
     firsts = dict.fromkeys(
         (*_forms(module, None), *(f for n, p in module._modules.items() for f in _forms(p, kinds[n])))
     )
@@ -67,11 +68,8 @@ def candidates(module, kinds, inputs):
             yield sized, tuple(tuple(None if isinstance(n, str) else n for n in form) for form in forms)
 
 
-_ROWS = (2, 3), (6,), (1, 2, 3), (1, 1), (999, 4096)
-_SIZES = [
-    dict(zip("bthwd", sizes, strict=True))
-    for sizes in ((2, 3, 8, 6, 4), (3, 5, 4, 8, 6), (1, 2, 6, 4, 8), (1, 1, 12, 16, 12), (999, 4096, 512, 64, 32))
-]
+_ROWS = (2, 3), (6,), (1, 2, 3)
+_SIZES = [dict(zip("bthwd", sizes, strict=True)) for sizes in ((2, 3, 8, 6, 4), (3, 5, 4, 8, 6), (1, 2, 6, 4, 8))]
 
 
 def _forms(part, kind) -> list[tuple]:
@@ -105,3 +103,41 @@ def _widths(module) -> list[int]:
         form for part in module._modules.values() for form in _forms(part, kind_of(part)) if form[:2] == ("b", "t")
     ]
     return list(dict.fromkeys(form[2] for form in forms if len(form) == 3))
+
+
+class Size(int):
+    """A size that a forward asked for, or a number made of sizes. compared: what else it computed of them, by which it
+    may decide something."""
+
+    __hash__ = None  # to be found in a table is to be compared
+
+
+class Sizes(tuple):
+    def __len__(self):
+        self.compared.append(found := super().__len__())
+        return found
+
+
+def sized(answer, compared: list):
+    """A size, or all sizes of a shape, as such numbers."""
+    of_shape = isinstance(answer, tuple)
+    found = Sizes([sized(n, compared) for n in answer]) if of_shape else Size(answer)
+    found.compared = compared
+    return found
+
+
+def _computing(name: str):
+    def method(self, *others):
+        found = getattr(int, name)(self, *others)
+        if type(found) is int:
+            return sized(found, self.compared)
+        self.compared.append(f"{name}({self}, {others})")
+        return found
+
+    return method
+
+
+_COMPUTES = "eq ne lt le gt ge bool float neg abs add sub mul floordiv truediv mod pow divmod and or xor lshift rshift"
+for _name in (f"__{r}{name}__" for name in _COMPUTES.split() for r in ("", "r")):
+    if hasattr(int, _name):
+        setattr(Size, _name, _computing(_name))

@@ -211,7 +211,7 @@ EXPECTED = """
     layer multihead, layer encoder_layer,
     layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
     layer limited_mlp, layer chain,
-    layer functional, layer where, layer viewed, layer moved, layer written, layer probe, layer cast,
+    layer functional, layer formula, layer where, layer viewed, layer moved, layer written, layer probe, layer cast,
     layer parametrised,
     layer softmax, layer rms_norm, layer layer_norm, layer rms_norm_like, layer activation, inplace activation,
     changing attributes, checkpoint, checkpoint reentrant, checkpoint nested, checkpoint under hooks, saved save_on_cpu,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import convert_around
 import convert_attention
 import convert_buffers
+import convert_formulas
 import convert_modules as own
 import convert_scores
 from convert_images import Dense
@@ -218,6 +219,12 @@ LAYERS = {
     "functional": Layer(ALL, 3, lambda D, name: own.Functional(name), _choose(own.Functional.NAMES)),
     "where": Layer(ALL, 1.2, lambda D, name: own.Where(name), _choose(own.Where.NAMES)),
     "viewed": Layer(ALL, 1.8, lambda D, name: own.Viewed(name), _choose(own.Viewed.NAMES)),
+    "formula": Layer(
+        ("rows", "sequence", *FIRST),
+        3,
+        convert_formulas.Formula,
+        lambda rng, tree, to: convert_formulas.draw(rng, DIMENSIONS.get(to, 0), 2 if to == "rows" else 3),
+    ),
     "written": Layer(ALL, 1.2, lambda D, name: own.Written(name), _choose(own.Written.NAMES)),
     "buffered": Layer(ALL, 0.8, convert_buffers.Buffered, _choose(tuple(convert_buffers.Buffered.KINDS))),
     "probe": Layer(ALL, 2.5, lambda D, how: own.Probe(how), _choose(own.Probe.HOW)),

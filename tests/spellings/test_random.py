@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hfnn
-from hfnn.patterns import feedforward, graph, proof, rewrite, row, shapes
+from hfnn.patterns import feedforward, graph, proof, rewrite, row
 from hfnn.patterns.subclass import is_converted, title
 
 WIDTH, INNER = 32, 48
@@ -146,7 +146,7 @@ FAULTS = {
     "nothing is left out": (graph, "_same", lambda own: lambda *args: False),
     "halves in the wrong order": (feedforward, "half", lambda own: lambda node: (o := own(node)) and (o[0], 1 - o[1])),
     "no formulas": (graph, "name_formulas", lambda own: lambda of: False),
-    "sizes are not looked at": (shapes, "_ROWS", lambda own: own[:3]),
+    "sizes are not looked at": (graph, "sized", lambda own: lambda answer, compared: answer),
     "one kind of activation for all": (row, "_bound", lambda own: lambda kind, node: (o := own(kind, node)) and (
         o[0], "silu" if kind == "gate" else o[1])),
     "sums are not found": (row, "name_of", lambda own: lambda node: None if own(node) == "add" else own(node)),
