@@ -38,7 +38,7 @@ class Written:
     def _hfnn_when(self) -> str:
         use = _uses.get(self)
         if use is not None and use.read >= attended.CALLS:
-            return "its scores are computed: other operations than attention read them"
+            return "its scores are computed: other operations than attention read them, or short ones are kept"
         return "in training, where nothing else reads its scores and weights"
 
     @staticmethod

@@ -1,8 +1,9 @@
 """The products of attention that a module's own code writes out: of queries and keys, of weights and values.
 
 In the first calls of a module, until their backward, everything is computed, and only watched. If the scores or weights
-are read, or are still held after forward, they are computed in the next call, too; after two such calls in a row for
-good, as after a backward that makes a graph.
+are read, also after the call, they are computed in the next call, too; after two such calls in a row for good, as after
+a backward that makes a graph. Weights that live on unread (`return y, weights`) wait, unless what they are made of is
+larger than they are.
 """
 
 import functools
@@ -113,15 +114,12 @@ def deferring(module, codes: frozenset, use: Use, forward: Callable, args, kwarg
         result = forward(module, *args, **kwargs)
     if not call.members:
         return result
-    if any(isinstance(x, (Scores, Result)) for x in tree_leaves(result)):
-        result = tree_map_only((Scores, Result), _given, result)
+    if any(isinstance(x, Result) for x in tree_leaves(result)):
+        result = tree_map_only(Result, Result.value, result)
     for name, value in vars(module).items():
-        if type(value) in (Scores, Result):
-            vars(module)[name] = _given(value)
-    if any(type(x) is Scores for x in call.living()):
-        call.read = True
-    use.read = use.read + 1 if call.read else 0
-    use.watched = use.watched and not call.read
+        if type(value) is Result:
+            vars(module)[name] = value.value()
+    call.end()
     return result
 
 
@@ -143,13 +141,6 @@ def _watched(call, y, tokens=False):
 
     y.register_hook(began)
     return Result.of(call, rows, tokens) if y.dim() == 4 else y
-
-
-def _given(x):
-    """A tensor that leaves the module."""
-    if type(x) is Scores:
-        x._node.call.read = True
-    return x.value()
 
 
 @recorder("matmul", "__matmul__", "bmm")

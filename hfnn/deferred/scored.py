@@ -64,6 +64,12 @@ def _with(func, x, args) -> Callable:
     return (lambda y: func(y, b)) if a is x else lambda y: func(a, y)
 
 
+def _after(func, args, kwargs) -> Callable:
+    """func with another value for its first argument, which is not kept."""
+    rest = args[1:]
+    return lambda y: func(y, *rest, **kwargs)
+
+
 @recorder("div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__")
 def _over(x, func, args, kwargs):
     return _times(x, func, args, kwargs, divided=True) if args[0] is x else NotImplemented
@@ -142,7 +148,7 @@ def _softmax(x, func, args, kwargs):
         return NotImplemented
     if dtype is None:  # autocast's differs between devices
         dtype = torch.softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1).dtype
-    return x.then(lambda y: func(y, *args[1:], **kwargs), dtype=dtype, weights=True)
+    return x.then(_after(func, args, kwargs), dtype=dtype, weights=True)
 
 
 @recorder("dropout", "feature_dropout")
@@ -155,7 +161,7 @@ def _dropout(x, func, args, kwargs):
         return x
     if inplace or not x._node.plan.weights or x._node.plan.p or not 0 < p < 1 or "feature" in name_of(func):
         return NotImplemented
-    return x.then(lambda y: func(y, *args[1:], **kwargs), p=p)
+    return x.then(_after(func, args, kwargs), p=p)
 
 
 @recorder("to", "float", "half", "bfloat16", "type_as", "type")
@@ -180,6 +186,6 @@ def _view(x, func, args, kwargs):
     meta = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
     if meta.dim() < 3 or meta.shape[-2:] != x.shape[-2:]:
         return NotImplemented
-    y = x.then(lambda y: func(y, *args[1:], **kwargs), shape=meta.shape)
+    y = x.then(_after(func, args, kwargs), shape=meta.shape)
     y._node.memory = x._node.memory
     return y

@@ -60,24 +60,50 @@ def recorder(*names):
 
 
 class Use:
-    """What became of a module's scores. watched: a backward has come without a read; read: calls with one, in a row."""
+    """What became of a module's scores. watched: a backward has come without a read; read: calls with one, in a row;
+    late: whether the last call's were read after it."""
 
     def __init__(self):
-        self.watched, self.read = False, 0
+        self.watched, self.read, self.late = False, 0, False
 
 
 @dataclass
 class Call:
-    """A forward of a module. members: its scores and results; read: whether something but attention has read them."""
+    """A forward of a module. members: its scores and results; read: whether something but attention has read them;
+    over: whether the forward has returned."""
 
     use: Use
     prefer: str
     made: Made
     members: list[weakref.ref] = field(default_factory=list)
     read: bool = False
+    over: bool = False
 
     def living(self) -> list:
         return [x for x in (ref() for ref in self.members) if x is not None]
+
+    def seen(self) -> None:
+        """Something but attention reads its scores."""
+        if self.over and not self.read:
+            self.use.watched, self.use.read, self.use.late = False, self.use.read + 1, True
+        self.read = True
+
+    def end(self) -> None:
+        """At the end of the forward. Scores that live on wait, unless what they are made of is larger than they are."""
+        for x in self.living():
+            if type(x) is Scores and not x.waits_in_less():
+                self.read = True
+                x.value()
+        self.over, self.made = True, Made(())
+        for x in self.living():
+            if type(x) is Scores:
+                x._node.forget()
+        use = self.use
+        if self.read:
+            use.read += 1
+        elif not use.late:
+            use.read = 0
+        use.watched, use.late = use.watched and not self.read, False
 
 
 @dataclass(frozen=True)
@@ -115,10 +141,12 @@ class Node:
         """Whether autocast, grad mode and hooks of saved tensors are as they were."""
         return self._state == self._state_now()
 
-    def _now(self) -> list[int]:
+    def given(self) -> list[torch.Tensor]:
         plan = self.plan
-        given = plan.query, plan.key, *plan.biases, *(mask for mask, _ in plan.hidden)
-        return [t._version for t in given]
+        return [plan.query, plan.key, *plan.biases, *(mask for mask, _ in plan.hidden)]
+
+    def _now(self) -> list[int]:
+        return [t._version for t in self.given()]
 
     def value(self) -> torch.Tensor:
         if self._value is None:
@@ -130,9 +158,16 @@ class Node:
             same = hooks == saving_hooks()
             saving = contextlib.nullcontext() if same else saved_tensors_hooks(lambda t: t, lambda t: t)
             autocast = torch.autocast(self.plan.query.device.type, dtype, enabled=on)
-            with torch.set_grad_enabled(grad), autocast, saving:
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), autocast, saving:
                 self._value = self.step(*given)
+            self.before = self.step = None  # they would keep other scores alive
+            self.forget()
         return self._value
+
+    def forget(self) -> None:
+        """Drops what computed scores no longer need once their forward has returned: all else reads their values."""
+        if self.call.over and self._value is not None:
+            self.plan = None
 
     def late(self) -> bool:
         """Whether a product with values has used it without computing it."""
@@ -162,7 +197,8 @@ class _Waiting(torch.Tensor):
 
 def _lost(use: Use, grad):
     use.read = sys.maxsize
-    raise RuntimeError(_LOST)
+    if grad is not None and grad.any():  # of weights that nobody reads: a node that they pass through gives nothing
+        raise RuntimeError(_LOST)
 
 
 class Scores(_Waiting):
@@ -193,6 +229,13 @@ class Scores(_Waiting):
     def late(self) -> bool:
         return self._node.late()
 
+    def waits_in_less(self) -> bool:
+        """Whether the tensors that it is made of are no larger than its value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            size = self.numel() * self.element_size()
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._node.given()}
+        return sum(storages.values()) <= size
+
     def is_shared(self) -> bool:
         """Whether others that are alive share its memory."""
         living = (x for x in self._node.call.living() if type(x) is Scores and x is not self)
@@ -203,7 +246,7 @@ class Scores(_Waiting):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, name_of(func)
         x = next((x for x in args if type(x) is Scores), None)
-        if x is not None and (name in _SIZES or (name in HANDLERS and x._node.same_state())):
+        if x is not None and (name in _SIZES or (name in HANDLERS and x._node.plan and x._node.same_state())):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs) if name in _SIZES else HANDLERS[name](x, func, args, kwargs)
             if result is not NotImplemented:
@@ -233,7 +276,7 @@ def _on_values(func, args, kwargs):
 
 def _read(x: Scores) -> None:
     call = x._node.call
-    call.read = True
+    call.seen()
     for each in call.living():
         each.value()
 

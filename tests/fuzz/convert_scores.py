@@ -16,7 +16,7 @@ MASKS = (
 SOFTMAXES = ("function", "method", "module", "float", "own")
 READS = (
     *("none",) * 8, "mean", "no_grad", "hook", "retained", "printed", "kept", "twice", "detached", "alias",
-    "checkpoint", "two orders", "written",
+    "checkpoint", "two orders", "written", "dropped", "returned", "held",
 )  # fmt: skip
 CHOICES = PRODUCTS, SCALES, MASKS, SOFTMAXES, READS
 
@@ -48,7 +48,8 @@ class Scored(nn.Module):
     def forward(self, x):
         rows = x.reshape(-1, *x.shape[-2:])
         q, k, v = (t.view(*rows.shape[:-1], 4, -1).transpose(1, 2) for t in self.qkv(rows).chunk(3, -1))
-        return self.merged(self.attend(q, k, v), x)
+        y = self.merged(self.attend(q, k, v), x)
+        return (y, vars(self).pop("last")) if self.read in ("dropped", "returned", "held") else y
 
     def merged(self, o, x):
         first = o[..., :1].mean() if self.read == "two orders" else 0
@@ -143,7 +144,7 @@ class Scored(nn.Module):
             weights.retain_grad()
         if self.read == "printed":
             assert "not computed" not in f"{weights}"
-        if self.read == "kept":
+        if self.read in ("kept", "dropped", "returned", "held"):
             self.last = weights
         return weights
 
@@ -173,5 +174,22 @@ class Checkpointed(Scored):
         return checkpoint(super().attend, *given, use_reentrant=False)
 
 
+class Returning(nn.Module):
+    """Around one that returns its weights, too."""
+
+    def __init__(self, width, *how):
+        super().__init__()
+        self.inner, self.read, self.last = Scored(width, *how), how[-1], None
+
+    def forward(self, x):
+        y, weights = self.inner(x)
+        if self.read == "held":
+            self.last = weights
+        return y + weights.mean() if self.read == "returned" else y
+
+
+AROUND = {"checkpoint": Checkpointed, "dropped": Returning, "returned": Returning, "held": Returning}
+
+
 def scored(width, *how):
-    return (Checkpointed if how[-1] == "checkpoint" else Scored)(width, *how)
+    return AROUND.get(how[-1], Scored)(width, *how)

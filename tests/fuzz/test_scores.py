@@ -9,7 +9,7 @@ from convert_scores import CHOICES, scored
 
 import hfnn
 
-WIDTH, TOKENS = 16, 5
+WIDTH, TOKENS = 16, 16
 PLAIN = ["@", "after", "none", "function", "none"]
 PROGRAMS = [
     [*PLAIN[:at], each, *PLAIN[at + 1 :]] for at, choices in enumerate(CHOICES) for each in dict.fromkeys(choices)

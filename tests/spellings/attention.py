@@ -280,6 +280,24 @@ class SmallNumber(Separate):
         return self.merged((q @ k.mT * HEAD**-0.5).masked_fill(self.tril == 0, -2.0).softmax(-1) @ v)
 
 
+class Returning(Separate):
+    def forward(self, x):
+        o, weights = attention(*self.heads(x), mask=self.tril, dropout=self.drop)
+        return self.merged(o), weights
+
+
+class Returned(nn.Module):
+    """An attention that returns its weights, which the block drops."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.attention = Returning(dropout)
+
+    def forward(self, x):
+        y, _ = self.attention(x)
+        return y
+
+
 class Keeps(Separate):
     """ "The Annotated Transformer": the weights stay."""
 
@@ -355,7 +373,9 @@ PROGRAMS = [
     program(Blind, None),
     program(BlindNaN, None),
     program(SmallNumber, None),
-    program(Keeps, None),
+    program(Returned),
+    program(Returned, 5, 17, 0.1, name="Returned with dropout", draws=True, slow=True),
+    program(Keeps),
     program(Twice, None),
     program(Hooked, None),
     program(Written, None, 14),

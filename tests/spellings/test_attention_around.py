@@ -45,8 +45,8 @@ def fused(monkeypatch):
     return calls
 
 
-def draw(batch=3, dtype=torch.float32):
-    return torch.randn(batch, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+def draw(batch=3, dtype=torch.float32, tokens=TOKENS):
+    return torch.randn(batch, tokens, WIDTH, dtype=dtype, requires_grad=True)
 
 
 def converted(dropout=0.0, watched=True):
@@ -141,39 +141,6 @@ def test_weights_that_are_asked_for():
         model(x)
         model.asked = False
     torch.testing.assert_close(ours.seen, stock.seen)
-
-
-def test_weights_that_are_returned_now_and_then(fused):
-    stock, ours = converted()
-    x = draw()
-    for returns in (True, False, False, True):
-        stock.returns = ours.returns = returns
-        same(stock, ours, x)
-        if returns:
-            (_, mine), (_, weights) = ours(x), stock(x)
-            assert type(mine) is torch.Tensor
-            torch.testing.assert_close(mine, weights)
-            torch.testing.assert_close(*(torch.autograd.grad(w.square().sum(), x)[0] for w in (mine, weights)))
-
-
-def test_a_module_whose_weights_are_always_read_is_left_to_itself(fused):
-    _, ours = converted(watched=False)
-    ours.returns = True
-    for _ in range(4):
-        ours(draw())
-    assert not fused
-    assert "are computed" in str(hfnn.report(ours).swapped[0].why)
-
-
-def test_returned_weights_with_dropout_are_those_of_the_result():
-    _, ours = converted(0.5, watched=False)
-    ours.returns = True
-    for _ in range(3):
-        x = draw()
-        y, weights = ours(x)
-        _, _, v = ours.qkv(x).chunk(3, -1)
-        v = v.view(3, TOKENS, HEADS, -1).transpose(1, 2)
-        torch.testing.assert_close(y, ours.proj((weights @ v).transpose(1, 2).reshape(3, TOKENS, WIDTH)))
 
 
 def test_dropout_is_on_average_that_of_torch(fused):
