@@ -12,7 +12,7 @@ use: the schedules of `haiscale.pipeline` and `haiscale.launch` work without tor
 import importlib
 
 _HOMES = {"init": "mesh", "make_subgroups": "mesh", "Subgroups": "mesh", "spawn": "launch"}
-_MODULES = ("checkpoint", "checks", "ddp", "fsdp", "launch", "mesh", "pipeline")
+_MODULES = ("checkpoint", "checks", "ddp", "fsdp", "launch", "mesh", "pipeline", "survive")
 
 __all__ = ["Subgroups", "checkpoint", "init", "make_subgroups", "spawn"]
 

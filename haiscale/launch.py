@@ -28,8 +28,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from haiscale.binding import Share, shares
+from haiscale.coordinator import Coordinator
 from haiscale.output import Output
-from haiscale.processes import Function, Program, Rank, options_of_python, signal_name
+from haiscale.processes import CONNECTION, Function, Program, Rank, options_of_python, signal_name
 
 __all__ = ["RankFailed", "Ranks", "spawn"]
 
@@ -109,6 +110,18 @@ def environment(nprocs: int, nnodes: int = 1, node_rank: int = 0, master: str | 
     ]
 
 
+def spare_environments(options: argparse.Namespace) -> list[dict[str, str]]:
+    """Those of spares: with numbers after the last rank's, and the local ranks of the first ones."""
+    count, nproc = options.spare, options.nproc
+    if count and not options.survive:
+        raise ValueError(f"--spare {count} needs --survive: otherwise a rank that fails ends the job")
+    if count < 0:
+        raise ValueError(f"{count} spares are not accepted")
+    if options.survive and options.nnodes > 1:
+        raise ValueError("--survive is for the ranks of one host: several hosts are not supported")
+    return [environment(nproc)[i % nproc] | {"RANK": str(nproc + i)} for i in range(count)]
+
+
 def as_torchrun(variables: dict[str, str]) -> dict[str, str]:
     """Adds what torchrun also sets, as for a rendezvous at a given address, without restarts."""
     shared = {"ROLE_NAME": "default", "ROLE_RANK": variables["RANK"], "ROLE_WORLD_SIZE": variables["WORLD_SIZE"]}
@@ -138,16 +151,20 @@ class Ranks:
         *,
         bind_numa: bool = True,
         grace: float = 30.0,
+        spares: int | None = None,
     ):
-        """start(local rank, its environment, pipes for its output): a Rank. output: shows what they write."""
+        """start(local rank, its environment, pipes for its output): a Rank. output: shows what they write. spares: how
+        many of them, the last ones, wait for the death of another; None: a rank that fails ends all."""
         self._grace, self._asked, self._deadline, self._killed = grace, None, None, []
+        size = len(environments) - (spares or 0)
+        self._coordinator = None if spares is None else Coordinator(size, self._say, self._kill, self._place)
         self._ranks: list[Rank] = []
         self._output = output
-        places = shares(len(environments)) if bind_numa and hasattr(os, "sched_setaffinity") else None
+        places = self._places = shares(size) if bind_numa and hasattr(os, "sched_setaffinity") else None
         self._begin = time.monotonic()
         try:
             for local, variables in enumerate(environments):
-                self._start(start, local, variables, places and places[local])
+                self._start(start, local, variables, places and places[local % size])
         except BaseException:
             self.kill()
             raise
@@ -159,14 +176,23 @@ class Ranks:
         """The processes of the ranks, in order."""
         return [rank.process for rank in self._ranks]
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether ranks may fail, and none has called haiscale.survive.run."""
+        return self._coordinator is not None and not self._coordinator.was_asked
+
     def _start(self, start: Callable, local: int, variables: dict[str, str], place: Share | None) -> None:
         pipes = self._output.pipes(int(variables["RANK"])) if self._output else ()
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads if place else 1))
         } | variables
+        ends = [*pipes]
+        if self._coordinator:
+            ends.append(self._coordinator.connect())
+            variables[CONNECTION] = str(ends[-1].fileno())
         with _on(place):
             self._ranks.append(start(local, variables, pipes))
-        for end in pipes:
+        for end in ends:
             end.close()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -185,7 +211,8 @@ class Ranks:
                 while running := [rank for rank in self._ranks if rank.process.exitcode is None]:
                     if until is not None and time.monotonic() > until:
                         return False
-                    wait([wake for rank in running for wake in rank.wakes], 0.1)
+                    wakes = [wake for rank in running for wake in rank.wakes]
+                    wait(wakes + (self._coordinator.connections if self._coordinator else []), 0.1)
                     self._look()
         except BaseException:
             self.kill()
@@ -193,7 +220,7 @@ class Ranks:
             raise
         self._end_output()
         self._look()
-        failed = [rank for rank in self._ranks if rank.process.exitcode]
+        failed = [rank for rank in self._ranks if rank.process.exitcode and not self._survived(rank)]
         if failed and self._asked != signal.SIGINT:
             raise self._failure(failed)
         self._show_held()
@@ -204,6 +231,10 @@ class Ranks:
     def _look(self) -> None:
         for rank in self._ranks:
             rank.look()
+        if self._coordinator:
+            self._coordinator.is_asked = self._asked is not None
+        if self._coordinator and self._coordinator.look(self._ranks) and self._asked is None:
+            return
         now, failed = time.monotonic(), any(rank.failed_at is not None for rank in self._ranks)
         if failed and self._deadline is None:
             self._deadline = now + LAST_WORDS
@@ -215,14 +246,32 @@ class Ranks:
         for rank in self._ranks:
             if rank.process.exitcode is None:
                 self._killed.append(rank.number)
-                # Each rank leads a session, unless it has just started.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, signal.SIGKILL)
+                self._kill(rank)
         for rank in self._ranks:
             rank.process.join(10)
         self._end_output()
+
+    def _kill(self, rank: Rank) -> None:
+        """Kills a rank, if it runs, and the processes that it has started."""
+        # Each rank leads a session, unless it has just started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        if rank.process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGKILL)
+
+    def _place(self, rank: Rank, local: int) -> None:
+        """Moves a spare, with its threads, to the cores of the rank that it replaces."""
+        if self._places:
+            for thread in os.listdir(f"/proc/{rank.process.pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), self._places[local].cpus)
+
+    def _survived(self, rank: Rank) -> bool:
+        return self._coordinator is not None and self._coordinator.survived(rank)
+
+    def _say(self, line: str) -> None:
+        print(f"haiscale.survive: {line}", file=sys.stderr, flush=True)
 
     def _end_output(self) -> None:
         if self._output and self._output.is_alive():
@@ -292,6 +341,8 @@ def parse(argv=None) -> argparse.Namespace:
     add("--node-rank", type=int, default=0, metavar="I", help="the number of this host, from 0")
     add("--master", metavar="HOST:PORT", help="where rank 0 listens; needed with several hosts")
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="to exit after SIGTERM or SIGINT (default: 30)")
+    add("--survive", action="store_true", help="go on without ranks that fail; the program calls haiscale.survive.run")
+    add("--spare", type=int, default=0, metavar="N", help="processes that wait to replace failed ranks")
     add("--no-bind", dest="bind", action="store_false", help="do not bind ranks to cores")
     add("--no-prefix", dest="prefix", action="store_false", help="do not prefix the output of ranks")
     add("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
@@ -302,6 +353,7 @@ def parse(argv=None) -> argparse.Namespace:
         parser.error(f"{options.program}: no such file")
     try:
         found = environment(options.nproc, options.nnodes, options.node_rank, options.master)
+        found += spare_environments(options)
         options.environment = [as_torchrun(variables) for variables in found]
     except ValueError as error:
         parser.error(str(error))
@@ -310,18 +362,24 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> int:
     options = parse(argv)
-    output = Output(hold=True) if options.prefix else None
+    output, ranks = Output(hold=True) if options.prefix else None, None
     command = [sys.executable, *options_of_python(), "-u", *(["-m"] if options.module else []), options.program]
     try:
         with tempfile.TemporaryDirectory(prefix="haiscale_launch_") as folder:
             start = partial(Program, command + options.arguments, folder, output)
-            ranks = Ranks(start, options.environment, output, bind_numa=options.bind, grace=options.grace)
+            spares = options.spare if options.survive else None
+            ranks = Ranks(
+                start, options.environment, output, bind_numa=options.bind, grace=options.grace, spares=spares
+            )
             ranks.join()
     except RankFailed as failed:
         print(failed, file=sys.stderr)
         return failed.exitcode if failed.exitcode > 0 else 128 - failed.exitcode
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        if ranks and ranks.is_unused:
+            print("--survive had no effect: the program has not called haiscale.survive.run", file=sys.stderr)
     return 0
 
 

@@ -22,6 +22,7 @@ from string import Template
 from haiscale import _start
 from haiscale.output import Output
 
+CONNECTION = "HAISCALE_SURVIVE"  # in a rank's environment: the descriptor of its connection to the launcher
 _ENDS = (1, -signal.SIGINT, -signal.SIGABRT, -signal.SIGSEGV)  # exit codes of a program that has printed a traceback
 _EXIT = 30.0  # seconds from that to its end
 _RUNPY = re.compile(r'^  File "(<frozen runpy>|[^"\n]*runpy\.py)", line \d+, in _run_.*\n(    .*\n)*', re.M)
@@ -154,7 +155,10 @@ class Program(Rank):
         out, error = pipes or (None, None)
         start = [sys.executable, "-S", "-s", _start.__file__, str(os.getpid())]
         environment = os.environ | variables | {"TORCHELASTIC_ERROR_FILE": str(self._errors)}
-        process = _Process(start + command, env=environment, stdout=out, stderr=error, start_new_session=True)
+        connections = [int(variables[CONNECTION])] if CONNECTION in variables else []
+        process = _Process(
+            start + command, env=environment, stdout=out, stderr=error, start_new_session=True, pass_fds=connections
+        )
         super().__init__(number, process)
         try:
             self.wakes = [os.pidfd_open(process.pid)]

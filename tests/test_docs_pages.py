@@ -39,6 +39,15 @@ LlamaForCausalLM, config, rank, stages = lambda config: model, None, 1, 4
 batches = [torch.randint(32, (16, 4)) for _ in range(2)]
 criterion = lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 """
+SURVIVES = """
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
+
+Net, loss_function, total = lambda: nn.Linear(4, 4), nn.functional.mse_loss, 3
+dataset = TensorDataset(torch.randn(100, 4), torch.randn(100, 4))
+"""
 RECORDS = """
 import io
 import numpy as np
@@ -58,6 +67,7 @@ OF_RANKS = {
     "hfreduce": (2, "import torch\nimport hfreduce\ngradient = torch.ones(300)\n"),
     "launch": (1, "import haiscale\noptions = None\n"),
     "pipeline": (4, STAGES),
+    "survive": (2, SURVIVES),
     "switch": (2, ""),
 }  # fmt: skip
 
@@ -75,7 +85,15 @@ def test_blocks_run_on_ranks(page, tmp_path):
     assert found
     script = given + "\n".join(found)
     (tmp_path / "train.py").write_text(script.replace(".cuda()", "").replace('"cuda"', '"cpu"'))
-    command = [sys.executable, "-m", "haiscale.launch", "--nproc", str(ranks), "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "haiscale.launch",
+        "--nproc",
+        str(ranks),
+        *["--survive"] * (page == "survive"),
+        "train.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 

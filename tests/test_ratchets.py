@@ -23,7 +23,7 @@ PACKAGES = ("hfnn", "hfreduce", "haiscale", "haiprof", "hfrecord")
 PUBLIC = (
     *("hfnn", "hfnn.data", "hfnn.functional", "hfnn.memory", "hfnn.optim", "hfreduce", "hfrecord"),
     *("haiscale", "haiscale.checkpoint", "haiscale.ddp", "haiscale.fsdp", "haiscale.launch", "haiscale.mesh"),
-    "haiscale.pipeline",
+    *("haiscale.pipeline", "haiscale.survive"),
 )
 # Beginnings of words that this project uses in a sense of its own. A field's standard term is better.
 COINED = ("lapse", "lenient", "likes", "notes", "owed", "owes", "room", "settle", "shadow", "told", "worth")
