@@ -8,9 +8,9 @@ that of an ended process goes to a spare, or is left empty. A process that does 
     starting --report--> ready --begin--> running --report--> ready ... ready --end, stop--> (the program goes on)
     any of them --its process ends--> ended
 
-A process has one connection. It sends a Report, the error of which it is about to end, or (generation, request to the
-store, arguments). It gets ("begin", Generation), ("over", reason), ("store", answer), ("end", ""), or ("stop", reason).
-What belongs to an older generation is dropped.
+A process has one connection. It sends a Report, the error of which it is about to end, or (generation, number, request
+to the store, arguments). It gets ("begin", Generation), ("over", reason), ("store", (number, answer)), ("end", ""), or
+("stop", reason). What belongs to an older generation is dropped.
 """
 
 import contextlib
@@ -189,9 +189,9 @@ class Coordinator:
         seats = self._seats if self._generation >= 0 else self._members[: self._size]
         faulty = self._since is not None
         if faulty and self._generation < 0:  # as without --survive
-            return self._end("stopped", f"{self._reason}, before training had begun")
+            return self._end("stopped", "a rank has failed before training began")
         if faulty and self.is_asked:
-            return self._end("stopped", f"a signal asked for it, and {self._reason}")
+            return self._end("stopped", "a signal asked for it")
         living = [member for member in seats if member is not None and member.state != "ended"]
         if any(member.state != "ready" for member in living):
             return self._hurry(living)
@@ -290,11 +290,11 @@ class Coordinator:
             again = False
             for member in self._members:
                 if member.pending is not None:
-                    _, name, *arguments = member.pending
+                    _, number, name, *arguments = member.pending
                     done, value = getattr(self, f"_store_{name}")(*arguments)
                     if done:
                         member.pending, again = None, True
-                        member.send("store", value)
+                        member.send("store", (number, value))
 
     def _store_set(self, key: str, value: bytes) -> tuple[bool, Any]:
         self._store[key] = value

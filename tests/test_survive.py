@@ -1,14 +1,19 @@
 """haiscale.survive: the fault matrix, and what is refused. Real processes, real faults."""
 
+import datetime
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from haiscale import launch, survive
+from haiscale import coordinator, launch, survive
+from haiscale.processes import Rank
+from haiscale.survive import connection
 
 ROOT = Path(__file__).parents[1]
 MATRIX = ROOT / "tests/faults/matrix.py"
@@ -165,7 +170,7 @@ if os.environ["RANK"] == "1":
     raise SystemExit(3)
 survive.run(build)
 """,
-        "training ends: rank 1 (pid ",
+        "training ends: a rank has failed before training began; rank 1 (pid ",
     ),
     "the program does not call it": (
         "os._exit(5 * int(os.environ['RANK']))",
@@ -207,6 +212,36 @@ def test_code_that_catches_the_error_finishes_no_step(tmp_path):
     assert code == 0, out + error
     found = re.findall(r"\[rank 0\] finished (\d) (\d)", out)
     assert found == [("0", "0"), ("0", "1"), *(("1", str(step)) for step in range(2, 6))], out + error
+
+
+class Alive:
+    """A process that has not ended."""
+
+    exitcode, pid = None, 1
+
+
+def test_the_store_of_a_generation():
+    """As torch's stores. An answer that comes too late is not taken for that of the next question."""
+    center = coordinator.Coordinator(1, print, None, None)
+    client, stop = connection.Launcher(center.connect(), 5.0), threading.Event()
+    served = threading.Thread(target=lambda: [center.look([Rank(0, Alive)]) for _ in iter(stop.is_set, True)])
+    served.start()
+    try:
+        client.begin(client.next(coordinator.Report(0)))
+        store = connection.Store(client)
+        prefixed = dist.PrefixStore("a", store)
+        prefixed.set("key", "value")
+        assert prefixed.get("key") == b"value" and prefixed.check(["key"]) and not prefixed.check(["key", "other"])
+        assert store.add("count", 2) == 2 and store.add("count", 3) == 5 and store.num_keys() == 2
+        assert store.compare_set("key", b"", b"first") == b"first"
+        assert store.compare_set("key", b"no", b"second") == b"first"
+        with pytest.raises(dist.DistStoreError, match="has not answered wait"):
+            store.wait(["late"], datetime.timedelta(seconds=0.05))
+        store.set("late", b"now")
+        assert store.get("late") == b"now" and store.delete_key("late") and not store.delete_key("late")
+    finally:
+        stop.set()
+        served.join()
 
 
 def test_without_the_launcher(monkeypatch):

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +20,7 @@ class Launcher:
 
     def __init__(self, connection: Connection, timeout: float):
         self._connection, self._timeout, self._lock = connection, timeout, threading.Lock()
-        self._generation, self.is_over = -1, ""  # is_over: why
+        self._generation, self._asked, self.is_over = -1, 0, ""  # is_over: why
 
     def next(self, report: Report) -> Generation | None:
         """The next generation; None: training has come to its end. Raises RuntimeError if it cannot go on."""
@@ -45,16 +46,20 @@ class Launcher:
     def check(self) -> None:
         """Raises if this generation is over."""
         with self._lock:
-            if self._connection.poll():
+            while self._connection.poll():
                 self._receive()
 
     def ask(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         """The answer of the generation's store."""
         with self._lock:
-            self._connection.send((self._generation, name, *arguments))
-            if not self._connection.poll(timeout or self._timeout):
-                raise dist.DistStoreError(f"no answer to {name} of {arguments[0]!r} in {timeout or self._timeout} s")
-            return self._receive()
+            self._asked += 1
+            self._connection.send((self._generation, self._asked, name, *arguments))
+            wait, begun = self._timeout if timeout is None else timeout, time.monotonic()
+            while self._connection.poll(max(0.0, begun + wait - time.monotonic())):
+                number, answer = self._receive()
+                if number == self._asked:  # otherwise one that came too late
+                    return answer
+            raise dist.DistStoreError(f"the store has not answered {name}{arguments} in {wait} s")
 
     def _receive(self) -> Any:
         kind, value = self._connection.recv()

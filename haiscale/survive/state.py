@@ -17,6 +17,8 @@ from haiscale.fsdp import FSDP
 from haiscale.mesh import _rank_device
 
 _WRAPPERS = (DDP, FSDP, nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+# What changes within `commit` only.
+_OF_COMMITS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
 class State:
@@ -99,8 +101,7 @@ class State:
                 for buffer, copy in self._buffers:
                     copy.copy_(buffer)
             self._versions = versions
-        of_commits = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-        self._others = [None if isinstance(value, of_commits) else value.state_dict() for value in self.objects]
+        self._others = [None if isinstance(value, _OF_COMMITS) else value.state_dict() for value in self.objects]
 
     def _roll_back(self) -> None:
         with torch.no_grad():

@@ -53,7 +53,7 @@ def run(
 
     Raises:
         RuntimeError: The program was not started by `python -m haiscale.launch --survive`, or training cannot go on.
-            The message has the faults.
+            The launcher shows all faults.
         ValueError: An argument is not accepted.
     """
     launcher = Launcher(_checked(least, attempts, backend, timeout), timeout)

@@ -83,7 +83,7 @@ def made(fault, moment, victims, setting=SETTINGS[0], size=3, spares=0):
 
 def verdict(case, folder, defect=None, show=False):
     """What is wrong, as a list of lines, and the seconds from the last fault to the next finished step."""
-    shared, own = set(os.listdir("/dev/shm")), Path(folder, "tmp")
+    own = Path(folder, "tmp")
     own.mkdir(parents=True)
     deadly = any(strike["fault"] == "launcher killed" for strike in case["strikes"])
     launcher = subject.Process(functools.partial(subject.launches, case, folder, defect), folder / "output")
@@ -98,7 +98,7 @@ def verdict(case, folder, defect=None, show=False):
         print(output, *notes, sep="\n")
     wanted = -signal.SIGKILL if deadly else 0
     wrong = [] if code == wanted else [f"the launcher's exit code is {code}, not {wanted}"]
-    wrong += _left(notes, shared, own)
+    wrong += _left(notes, launcher.pid, own)
     took = None
     if not wrong and not deadly:
         wrong += _reasons(case, output, notes) + _generations(case, notes)
@@ -129,8 +129,8 @@ def _lost(case):
     return {n: strike for strike in case["strikes"] if strike["fault"] in ENDS for n in strike["victims"]}
 
 
-def _left(notes, shared, own):
-    """Processes, names in /dev/shm and files that a case has left, a short time after its end."""
+def _left(notes, launcher, folder):
+    """Processes, names in /dev/shm with their numbers, and files that a case has left, a short time after its end."""
     pids = [note["pid"] for note in _of(notes, "process")]
     until = time.monotonic() + soon(2)
     while alive := [pid for pid in pids if _is_alive(pid)]:
@@ -141,11 +141,12 @@ def _left(notes, shared, own):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     wrong = [f"processes are left: {alive}"] if alive else []
-    new = set(os.listdir("/dev/shm")) - shared
+    numbers = {str(pid) for pid in [launcher, *pids]}
+    new = {name for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
     wrong += [f"shared memory is left: {sorted(new)}"] if new else []
     for name in new:
         os.unlink(f"/dev/shm/{name}")
-    wrong += [f"files are left: {os.listdir(own)}"] if os.listdir(own) else []
+    wrong += [f"files are left: {os.listdir(folder)}"] if os.listdir(folder) else []
     has = collections.defaultdict(list)
     for note in _of(notes, "has"):
         has[note["process"]].append(note["belongings"])
@@ -174,6 +175,9 @@ def _reasons(case, output, notes):
     for number, strike in _lost(case).items():
         pattern = rf"haiscale\.survive: .*rank {number} \(pid {pids[number]}\) {ENDS[strike['fault']]}"
         wrong += [] if re.search(pattern, output) else [f"not named: {pattern}"]
+    struck = sorted(note["process"] for note in _of(notes, "fault"))
+    planned = sorted(number for strike in case["strikes"] for number in strike["victims"])
+    wrong += [] if struck == planned else [f"faults came to {struck}, not to {planned}"]
     named = {int(n) for n in re.findall(r"rank (\d+) \(pid \d+\) (?:was killed|did not answer|failed|ended)", output)}
     return wrong + ([f"named: {named}"] if named - set(_lost(case)) else [])
 
