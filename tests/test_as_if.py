@@ -143,9 +143,47 @@ def test_errors_and_nesting():
     assert not context.assumed()
 
 
+def _trained_mask(x):
+    mask = torch.empty(1, 1, 64, 64, device=x.device).requires_grad_()
+    return nn.functional.scaled_dot_product_attention(x, x, x, mask, dropout_p=0.5)
+
+
+ELEMENTS = 2 * 4 * 64 * 64  # of the input, and of attention's scores
+BEYOND = {  # a function of a (2, 4, 64, 64) in bfloat16: (bytes kept, most in forward and backward) by element of it
+    "softmax": (lambda x: torch.softmax(x, -1, dtype=torch.float32), 4, 4 + 4 + 2),
+    "log_softmax": (lambda x: nn.functional.log_softmax(x, 1, dtype=torch.float32), 4, 4 + 4 + 2),
+    "cross_entropy": (
+        lambda x: nn.functional.cross_entropy(x.flatten(0, 2), torch.zeros(512, device=x.device).long()),
+        *(4, 4 + 4 + 2),
+    ),
+    "attention": (_trained_mask, 4 + 4 + 4 + 1 + 4 + 4, None),  # queries, keys, values; probabilities twice, a mask
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_16_bit_numbers_that_a_gpu_computes_in_float32(name):
+    run, kept, most = BEYOND[name]
+
+    def step(x):
+        y = run(x)
+        y.backward(torch.empty_like(y))
+
+    def both(on):
+        with torch.autocast(on, torch.bfloat16):
+            x = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16, device=on, requires_grad=True)
+            return memory.saved_bytes(lambda: run(x)).total, memory.peak_bytes(lambda: step(x), on)
+
+    with FakeTensorMode(), hfnn.as_if():
+        found = both("cpu")
+    assert found[0] == pytest.approx(kept * ELEMENTS, rel=0.05)
+    assert most is None or found[1] == pytest.approx(most * ELEMENTS, rel=0.05)
+    if torch.cuda.is_available():
+        assert found == pytest.approx(both("cuda"), rel=0.05)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to compare with")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit", "whisper"])
 def test_bytes_are_those_of_a_step_on_a_gpu(name, autocast):
     def step(on_gpu):
         device, model = "cuda" if on_gpu else "cpu", built(name)

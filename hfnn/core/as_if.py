@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
@@ -33,9 +34,15 @@ class _OnGPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if type(first) in PLAIN and first.is_cpu and context.on_gpu(first):
-            return _on_gpu(func, args, kwargs)
+        own, wide = _OWN.get(func), getattr(func, "__name__", "") in _IN_FLOAT32
+        if own or wide:
+            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            if type(first) in PLAIN and first.is_cpu and context.on_gpu(first):
+                found = own(*args, **kwargs) if own else NotImplemented
+                if found is not NotImplemented:
+                    return found
+                if wide and torch.is_autocast_enabled("cpu"):
+                    args, kwargs = [_wide(x) for x in args], {name: _wide(x) for name, x in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -60,19 +67,65 @@ def _in_checkpoints():
         checkpoint._checkpoint_without_reentrant_generator = own
 
 
-def _on_gpu(func, args, kwargs):
-    if func is torch.nn.functional.dropout:
-        return _dropout(*args, **kwargs)
-    if func is torch.nn.functional.scaled_dot_product_attention:  # with dropout, the CPU keeps probabilities
-        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        kwargs = {name: x for name, x in kwargs.items() if name != "dropout_p"}
-    elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
-        args, kwargs = [_wide(x) for x in args], {name: _wide(x) for name, x in kwargs.items()}
-    return func(*args, **kwargs)
-
-
 def _dropout(input, p=0.5, training=True, inplace=False):
     return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """With dropout, the CPU keeps probabilities; a GPU does only where the mask needs a gradient."""
+    if not dropout_p or attn_mask is None or not attn_mask.requires_grad:
+        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, **how)
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = (_wide(x.to(autocast)) for x in (query, key, value))
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        root = (scale or q.shape[-1] ** -0.5) ** 0.5
+        scores = (q * root) @ (k.transpose(-2, -1) * root) + attn_mask
+        kept = torch.native_dropout(torch.softmax(scores, -1), dropout_p, True)[0]
+        return (kept @ v).to(autocast)
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax or log_softmax, in float32, of 16-bit numbers. A GPU makes no copy of these in float32."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.empty(x.shape, device=x.device)
+        ctx.save_for_backward(y)
+        ctx.dtype = x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype)
+
+
+def _softmax(input, dim=None, _stacklevel=3, dtype=None):
+    if dtype is None and torch.is_autocast_enabled("cpu"):
+        dtype = torch.float32
+    return _Softmax.apply(input) if dtype is torch.float32 and input.itemsize == 2 else NotImplemented
+
+
+def _softmax_of_torch(input, dim=None, dtype=None):
+    return _softmax(input, dim, dtype=dtype)
+
+
+def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+                   label_smoothing=0.0):  # fmt: skip
+    if input.itemsize != 2 or not torch.is_autocast_enabled("cpu") or label_smoothing or target.is_floating_point():
+        return NotImplemented
+    return F.nll_loss(_Softmax.apply(input), target, weight, size_average, ignore_index, reduce, reduction)
+
+
+_OWN = {
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((F.softmax, F.log_softmax), _softmax),
+    **dict.fromkeys((torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax), _softmax_of_torch),
+}
 
 
 def _wide(x):

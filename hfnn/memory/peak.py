@@ -46,6 +46,8 @@ class Live(TorchDispatchMode):
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # what a FakeTensor's device is: the most frequent op of a step
+            return args[0].fake_device
         kwargs = kwargs or {}
         # A storage that first appears as an argument existed before.
         self._meet((args, kwargs), counts=False)
