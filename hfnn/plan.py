@@ -2,13 +2,15 @@
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -21,6 +23,7 @@ from hfnn.planning.trace import KINDS, Step, trace
 
 BAND = 1.10  # the upper bound of a peak, in peaks
 LARGEST = 1 << 24  # samples in a batch
+MODULES = 10  # that are printed
 UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -59,7 +62,8 @@ class PlanRow:
     peak: as `torch.cuda.max_memory_allocated` counts it; weights to temporaries add up to it. upper: the upper end of
     the band: what torch's caching allocator reserves, but at most 1.10 peaks. reserved, segments: of that allocator, if
     it gives nothing back. phase: when the peak is. kept_for_backward: after forward. why: the reason if the mode cannot
-    be planned; all else is 0 then.
+    be planned; all else is 0 then. modules: {name of a module: bytes that its forward made and that are kept for
+    backward}, with * for numbers in the name. curve: (phase, {kind: bytes}) over the step, in up to 401 parts.
     """
 
     mode: str
@@ -76,6 +80,8 @@ class PlanRow:
     temporaries: int = 0
     kept_for_backward: int = 0
     why: str = ""
+    modules: dict[str, int] = field(default_factory=dict, repr=False)
+    curve: list[tuple[str, dict[str, int]]] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,31 +113,44 @@ class Plan:
         """
         if self.batch is None:
             raise ValueError("the inputs have no first dimension in common: plan each batch by itself")
-        row, limit, known = self.row(mode), size(memory), {}
+        row, limit = self.row(mode), size(memory)
         if row.why:
             raise ValueError(f"{mode}: {row.why}")
-        known[self.batch] = row.upper  # {batch: bytes}
+        known = {self.batch: row.upper}  # {batch: bytes}, nearly a line
+        guess = max(2 * self.batch, 1)
+        for turn in itertools.count():
+            known[guess] = self.of_batch(mode, guess).upper
+            low = max((batch for batch, need in known.items() if need <= limit), default=0)
+            high = min((batch for batch, need in known.items() if need > limit), default=LARGEST + 1)
+            if high <= low + 1:
+                return low
+            a, b = sorted(known, key=lambda batch: abs(known[batch] - limit))[:2]
+            slope = (known[b] - known[a]) / (b - a)
+            bent = slope <= 0 or turn % 3 == 2  # the line through two batches leads no further
+            guess = (low + min(high, 3 * low)) // 2 if bent else a + int((limit - known[a]) / slope)
+            guess = min(max(guess, low + 1), high - 1)
 
-        def need(batch: int) -> int:
-            if batch not in known:
-                known[batch] = self.of_batch(mode, batch).upper
-            return known[batch]
+    def plot(self, path: str | Path) -> None:
+        """Draws the bytes of each mode over a step, in layers by kind; path's suffix gives the picture format.
 
-        low, high = 0, max(self.batch, 1)
-        while need(high) <= limit:
-            if high >= LARGEST:
-                return high
-            low, high = high, 2 * high
-        while high - low > 1:  # the bytes are nearly a line over the batch
-            share = (limit - need(low)) / (need(high) - need(low)) if low else 0.5
-            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-            if need(middle) <= limit:
-                low = middle
-            else:
-                high = middle
-        return low
+        Needs matplotlib.
+        """
+        from matplotlib.figure import Figure  # not pyplot: the caller's figures and backend do not change
 
-    def __rich__(self) -> Table:
+        rows = [row for row in self.rows if row.curve]
+        figure = Figure(figsize=(8, 1 + 2 * len(rows)), layout="constrained")
+        panels = figure.subplots(len(rows), sharey=True, squeeze=False)[:, 0]
+        for row, axes in zip(rows, panels, strict=True):
+            phases, kinds = zip(*row.curve, strict=True)
+            axes.stackplot(range(len(kinds)), *([each[k] / 2**30 for each in kinds] for k in KINDS), labels=KINDS)
+            axes.set(
+                title=row.mode, ylabel="GiB", xlim=(0, len(kinds) - 1), xticks=[phases.index(p) for p in set(phases)]
+            )
+            axes.set_xticklabels(set(phases), ha="left")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", reverse=True)
+        figure.savefig(path, dpi=150)
+
+    def __rich__(self) -> Group:
         columns = "mode", "peak", "at most", "in", *KINDS, "kept for backward"
         title = f"bytes of a training step on {self.device}" + (f", batch {self.batch}" if self.batch else "")
         table = Table(*columns, title=title, caption=f"not modelled: {NOT_MODELLED}")
@@ -141,6 +160,14 @@ class Plan:
             numbers = (getattr(row, kind) for kind in (*KINDS, "kept_for_backward"))
             cells = [_text(row.peak), _text(row.upper), row.phase, *map(_text, numbers)]
             table.add_row(row.mode, *([row.why] if row.why else cells))
+        return Group(table, self._by_module())
+
+    def _by_module(self) -> Table:
+        rows = [row for row in self.rows if not row.why]
+        most = {name: max(row.modules.get(name, 0) for row in rows) for row in rows for name in row.modules}
+        table = Table("kept for backward by", *(row.mode for row in rows))
+        for name in sorted(most, key=lambda name: -most[name])[:MODULES]:
+            table.add_row(name, *(_text(row.modules.get(name, 0)) for row in rows))
         return table
 
     def __str__(self) -> str:
@@ -213,13 +240,15 @@ def plan(
 
 
 def _row(mode: str, step: Step) -> PlanRow:
-    kinds, phase = step.at_peak()
-    reserved = replay(step.events)
+    curve, modules, reserved = step.curve(), step.kept(), replay(step.events)
+    phase, kinds = max(curve, key=lambda part: sum(part[1].values()))
     peak = sum(kinds.values())
     upper = min(max(reserved.reserved, peak), int(BAND * peak))
+    kept = sum(modules.values())
     return PlanRow(
-        mode, peak, upper, reserved.reserved, reserved.segments, phase, **kinds, kept_for_backward=step.kept()
-    )
+        mode, peak, upper, reserved.reserved, reserved.segments, phase, **kinds, kept_for_backward=kept,
+        modules=modules, curve=curve,
+    )  # fmt: skip
 
 
 def _own_loss(model, *args, **kwargs):

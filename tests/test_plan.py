@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+import ranks
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +13,7 @@ import hfnn
 from hfnn.memory.peak import Live
 from hfnn.plan import LARGEST, MODES, size
 from hfnn.planning.allocator import Allocator, replay
+from hfnn.planning.trace import PHASES
 
 WIDTH = 32
 
@@ -155,6 +157,16 @@ def test_a_gpus_optimizer_takes_a_list_of_temporaries():
     assert there.phase == "optimizer" and there.temporaries > here.temporaries
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_example(examples, capsys):
+    pytest.importorskip("transformers")
+    ranks.loaded(examples / "will_it_fit.py").main("4GiB", "1")
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert "4GiB" in title and [line.split()[0] for line in lines] == ["GPT-2", "BERT", "ViT-B/16", "own"]
+    assert all(int(line.split()[-3]) > 0 < int(line.split()[-1]) for line in lines), lines
+
+
 class Holds(nn.Module):
     """Tensors in a list, and a weight that is a view of another's memory."""
 
@@ -166,6 +178,23 @@ class Holds(nn.Module):
 
     def forward(self, x):
         return ((x @ self.packed)[..., :WIDTH] * self.masks[0] @ self.half.T + self.masks[1]["more"]).sum()
+
+
+def test_modules_and_the_curve(tmp_path):
+    make, loss, inputs = CASES["language"]
+    plan = hfnn.plan(make(), *inputs(4), loss=loss, modes=("stock", "checkpoints"), device="cpu")
+    for row in plan.rows:
+        assert (
+            sum(row.modules.values()) == row.kept_for_backward
+            and max(sum(k.values()) for _, k in row.curve) == row.peak
+        )
+        assert [phase for phase, _ in itertools.groupby(row.curve, lambda part: part[0])] == list(PHASES)
+    rows, checkpoints = 4 * 4 * 16, plan.row("checkpoints").modules
+    stock = plan.row("stock").modules
+    assert stock["blocks.*.mlp.*"] == 3 * rows * (4 * WIDTH + 4 * WIDTH + WIDTH)  # GELU's input and result, a mask
+    assert "blocks.*.mlp.*" not in checkpoints and checkpoints["(model)"] == stock["(model)"]
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_a_model_holds_is_counted_once():

@@ -194,7 +194,7 @@ def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[floa
     """
     with _left_as_it_was(model), captured.set_aside(model):
         kept = _forward(model, inputs, kwargs)
-        spy = _Spy(model, clock=True)
+        spy = Spy(model, clock=True)
         with _same_randomness(model), torch.enable_grad(), spy.watching():
             spy.timed("", model, inputs, kwargs)
     by_module: dict[str, int] = {}
@@ -216,22 +216,22 @@ def _rows(model, eager: Found, converted: Found) -> list[MemoryRow]:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     sums: dict[tuple[str, str], list] = {}
     for name, op in sorted({**eager, **converted}, key=lambda key: order[key[0]]):
-        modules, before, after = sums.setdefault((_fold(name), op), [set(), 0, 0])
+        modules, before, after = sums.setdefault((folded_name(name), op), [set(), 0, 0])
         modules.add(name)
-        sums[_fold(name), op][1:] = before + eager.get((name, op), 0), after + converted.get((name, op), 0)
+        sums[folded_name(name), op][1:] = before + eager.get((name, op), 0), after + converted.get((name, op), 0)
     many: dict[str, set[str]] = {}
     for (folded, _), (modules, *_) in sums.items():
         many.setdefault(folded, set()).update(modules)
     return [MemoryRow(folded, len(many[folded]), op, *both) for (folded, op), (_, *both) in sums.items()]
 
 
-def _fold(name: str) -> str:
+def folded_name(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name) or "(model)"
 
 
 def _forward(model, inputs, kwargs) -> Found:
     """Run the model and count what is kept, by module and op."""
-    spy = _Spy(model)
+    spy = Spy(model)
     torch.clear_autocast_cache()  # a cast left by the other run would be counted for no module here
     hooks = torch.autograd.graph.saved_tensors_hooks(spy.pack, unpack)
     with _same_randomness(model), torch.enable_grad(), spy.watching(), hooks:
@@ -257,16 +257,17 @@ def _forward(model, inputs, kwargs) -> Found:
     return found
 
 
-class _Spy:
+class Spy:
     """Tracks the running module, and so which module saves a tensor.
 
     `nn.Module.__call__` is replaced meanwhile, as in torch.fx. Hooks would change behaviour: some code takes another
-    path if there are any (hfnn's deferred logits, the fast paths of torch's transformer layers).
+    path if there are any (hfnn's deferred logits, the fast paths of torch's transformer layers). running: the names of
+    the modules whose forwards run, the innermost last.
     """
 
     def __init__(self, model: nn.Module, clock: bool = False):
         self._names = {module: name for name, module in model.named_modules()}
-        self._running = [""]
+        self.running = [""]
         self._clock, self._waits = clock, any(p.is_cuda for p in model.parameters())
         self._inner = [(0.0, 0)]  # seconds and recipes of modules inside the running one, by depth
         self.seconds: dict[str, float] = {}  # of each module, without those inside
@@ -281,11 +282,11 @@ class _Spy:
             name = self._names.get(module)
             if name is None:
                 return call(module, *args, **kwargs)
-            self._running.append(name)
+            self.running.append(name)
             try:
                 return self.timed(name, functools.partial(call, module), args, kwargs)
             finally:
-                self._running.pop()
+                self.running.pop()
 
         nn.Module.__call__ = watched
         try:
@@ -315,7 +316,7 @@ class _Spy:
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         kept = self.record.pack(tensor)
-        kept.module = self._running[-1]
+        kept.module = self.running[-1]
         return kept
 
 

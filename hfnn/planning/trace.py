@@ -16,6 +16,7 @@ from hfnn.core import parts
 from hfnn.core.as_if import as_if
 from hfnn.core.context import PLAIN
 from hfnn.deferred.head import CALLS
+from hfnn.memory.keepers import Spy, folded_name
 from hfnn.memory.peak import Live, tensors
 
 KINDS = ("weights", "states", "gradients", "inputs", "kept", "temporaries")
@@ -29,28 +30,34 @@ _NEEDS_VALUES = tuple(
 @dataclass(frozen=True)
 class Step:
     """events: (number of a storage, its bytes), or (number, 0) where it is freed; kinds: {number: one of KINDS};
-    starts: the number of events before each of PHASES."""
+    starts: the number of events before each of PHASES; modules: {number: name of the module in whose forward it was
+    made}."""
 
     events: list[tuple[int, int]]
     kinds: dict[int, str]
     starts: tuple[int, int, int]
+    modules: dict[int, str]
 
-    def at_peak(self) -> tuple[dict[str, int], str]:
-        """({kind: bytes} when most is allocated, the phase); from the beginning of the step on."""
-        now, alive = dict.fromkeys(KINDS, 0), {}
-        best, where = dict(now), 0
+    def curve(self, points: int = 400) -> list[tuple[str, dict[str, int]]]:
+        """(phase, {kind: bytes}) over the step, in at most `points` parts and one: when most is allocated in each."""
+        now, alive, found = dict.fromkeys(KINDS, 0), {}, {}
+        length = max(-(-(len(self.events) - self.starts[0]) // points), 1)
         for i, (number, size) in enumerate(self.events):
-            kind = self.kinds.get(number, "temporaries")
-            now[kind] += size or -alive.get(number, 0)
+            now[self.kinds.get(number, "temporaries")] += size or -alive.get(number, 0)
             alive[number] = size
-            if i >= self.starts[0] and sum(now.values()) > sum(best.values()):
-                best, where = dict(now), i
-        return best, PHASES[sum(where >= start for start in self.starts) - 1]
+            part = (i - self.starts[0]) // length
+            if part >= 0 and sum(now.values()) > sum(found.get(part, ("", {}))[1].values()):
+                found[part] = PHASES[sum(i >= start for start in self.starts) - 1], dict(now)
+        return list(found.values())
 
-    def kept(self) -> int:
-        """Bytes that are kept between forward and backward."""
-        alive = dict(self.events[: self.starts[1]])
-        return sum(size for number, size in alive.items() if self.kinds.get(number) == "kept")
+    def kept(self) -> dict[str, int]:
+        """{name of a module: bytes that it keeps between forward and backward}, with * for numbers in the name."""
+        found = {}
+        for number, size in dict(self.events[: self.starts[1]]).items():
+            if size and self.kinds.get(number) == "kept":
+                name = folded_name(self.modules.get(number, ""))
+                found[name] = found.get(name, 0) + size
+        return found
 
 
 class _Events(Live):
@@ -60,10 +67,14 @@ class _Events(Live):
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.numbers: dict[int, int] = {}  # of the storages that are alive
+        self.modules: dict[int, str] = {}
+        self.running: list[str] = []  # names of the modules whose forwards run
 
     def _born(self, key, size):
         super()._born(key, size)
         self.numbers[key] = len(self.events)
+        if self.running:
+            self.modules[len(self.events)] = self.running[-1]
         self.events.append((len(self.events), size))
 
     def _forget(self, key, size):
@@ -103,7 +114,7 @@ def trace(
         states = [] if stepper is None else [dict(state) for state in stepper.state.values()]
         for kind, nest in ("inputs", given), ("states", states), ("weights", [*twin.parameters(), *twin.buffers()]):
             kinds |= dict.fromkeys(live.of(nest), kind)
-        return Step(list(live.events), kinds | dict.fromkeys(weights, "weights"), starts)
+        return Step(list(live.events), kinds | dict.fromkeys(weights, "weights"), starts, live.modules)
 
 
 def _step(model, inputs, loss, stepper, autocast, live) -> tuple[tuple[int, int, int], dict[int, str]]:
@@ -112,8 +123,11 @@ def _step(model, inputs, loss, stepper, autocast, live) -> tuple[tuple[int, int,
     for leaf in leaves:
         leaf.grad = None
     forward = len(live.events)
-    with _saying_where(model), torch.autocast("cpu", autocast) if autocast else nullcontext():
+    spy = Spy(model)
+    with _saying_where(model), spy.watching(), torch.autocast("cpu", autocast) if autocast else nullcontext():
+        live.running = spy.running
         value = loss(model, *inputs)
+    live.running = []
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ValueError("give loss=: a function of the model and the inputs whose result is a scalar")
     kinds = {number: "kept" for number, size in dict(live.events).items() if size}  # all that is alive
