@@ -6,6 +6,7 @@ module, and `hfnn.report` prints its verdict.
 `hfnn/optim/swap.py` converts optimizers.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -200,12 +201,9 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
             if site.use is not None:
                 vars(module)["_hfnn_use"] = site.use
         if is_converted(module) or rewrite.is_own(module):
-            _set(module, "prefer", prefer)
-            _set(module, "exact", exact)
-            _set(module, "defer", defer)
+            _set(module, {"prefer": prefer, "exact": exact, "defer": defer})
     for part, attributes in ((p, a) for parts in of_parts for p, a in parts.items() if is_converted(p)):
-        for name, value in attributes.items():
-            _set(part, name, value)
+        _set(part, attributes)
     adapters.settle(model)
 
 
@@ -315,10 +313,9 @@ def _recognise(module) -> Match | Refusal | None:
 
 def _room(cls: type) -> tuple[type | None, type | None]:
     """(the class that hfnn knows, the room). The room is None for a subclass with its own forward."""
-    for base, room in {**ROOMS, **adapters.rooms()}.items():
-        if issubclass(cls, base):
-            return base, room if forward_of(cls) == FORWARDS.get(base, forward_of(base)) else None
-    return None, None
+    rooms = {**ROOMS, **adapters.rooms()}
+    base = next((base for base in cls.__mro__ if base in rooms), None)
+    return base, rooms[base] if base and forward_of(cls) == FORWARDS.get(base, forward_of(base)) else None
 
 
 def _obstacle(site: Site, room: type) -> str | None:
@@ -329,8 +326,8 @@ def _obstacle(site: Site, room: type) -> str | None:
         return (
             f"it has a {own} of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
         )
-    for name in settings(room):
-        if not is_converted(module) and hasattr(module, name):
+    for name in () if is_converted(module) else settings(room):
+        if hasattr(module, name):
             return f"it has an attribute named {name}, which hfnn uses"
     if is_fsdp(module):
         return "already wrapped by fully_shard: convert first, then wrap"
@@ -355,18 +352,18 @@ _ADVICE = {
 
 def is_fsdp(module) -> bool:
     """Whether `fully_shard` was called on this module: it changes the class too."""
-    return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _set(module, name: str, value) -> None:
+def _set(module, values: dict) -> None:
     """Set on the instance only if it differs from the class's value, so modules carry no unneeded state."""
     holder = holder_of(module)
-    if holder is not None and name in settings(holder.target):
-        vars(module)[name] = value
-    elif holder is None and name in settings(type(module)):
-        vars(module).pop(name, None)
-        if getattr(type(module), name) != value:
-            vars(module)[name] = value
+    for name in settings(type(module) if holder is None else holder.target):
+        if holder is None and name in values:
+            vars(module).pop(name, None)
+        if name in values and (holder is not None or getattr(type(module), name) != values[name]):
+            vars(module)[name] = values[name]
 
 
 def _prefixes(name: str) -> list[str]:

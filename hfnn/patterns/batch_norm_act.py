@@ -7,7 +7,7 @@ Then a clone's forward must be bitwise equal to torch's ops: output, gradients, 
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ class NormWithAct(Match):
     """dims: of the input."""
 
     dims: int
-    mixin, op = OwnAct, ACT
+    mixin, op, free = OwnAct, ACT, ("eps", "momentum", "track_running_stats")
 
     def __str__(self) -> str:
         return "hfnn batch_norm_act"
@@ -80,13 +80,7 @@ def recognise(module: nn.Module) -> Match | Refusal | None:
     if set(module._parameters) != {"weight", "bias"} or set(module._buffers) != set(_STATE):
         return None
     key = tuple((name, _ACTIVATIONS.get(type(part))) for name, part in parts.items())
-    found = _proofs.of(module, key, lambda notes: _prove(module, notes, _NORMS[base]), "it is a batch norm, but ")
-    if isinstance(found, Match):  # read at each call; several values were tried
-        reads = found.reads
-        for name in ("eps", "momentum", "track_running_stats"):
-            reads = reads.without(name)
-        found = replace(found, reads=reads)
-    return found
+    return _proofs.of(module, key, lambda notes: _prove(module, notes, _NORMS[base]), "it is a batch norm, but ")
 
 
 _proofs = Proofs()

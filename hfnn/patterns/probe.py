@@ -48,9 +48,9 @@ class Reads:
     def __hash__(self):  # values need not be hashable
         return hash((tuple(name for name, _ in self.attributes), tuple(path for path, _ in self.paths), self.methods))
 
-    def without(self, name: str | None) -> "Reads":
-        """All except one attribute."""
-        return replace(self, attributes=tuple(read for read in self.attributes if read[0] != name))
+    def without(self, names: tuple[str, ...]) -> "Reads":
+        """All except some attributes."""
+        return replace(self, attributes=tuple(read for read in self.attributes if read[0] not in names))
 
     def match(self, module: nn.Module) -> bool:
         """Whether the module still holds the values that were read."""

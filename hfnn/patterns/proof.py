@@ -8,6 +8,7 @@ modules of the class with the same reads.
 
 import contextlib
 import copy
+import functools
 import inspect
 import pickle
 import random
@@ -46,11 +47,13 @@ def bound(dtype: torch.dtype) -> float:
 class Match:
     """How to treat a module. `mixin` is put before its class; `op` and `str(match)` are for the report.
 
-    reads: what the proof depends on.
+    reads: what the proof depends on; free: attributes that it does not, because `mixin` reads them at each call, and
+    several values were tried.
     """
 
     reads: Reads = NOTHING
     mixin = op = None
+    free = property(lambda self: (getattr(self, "eps", None),))
 
     def depends(self, cls: type) -> Held:
         """What a conversion of modules of this class depends on."""
@@ -86,6 +89,7 @@ class Proofs:
                 found = Refusal(but + reason(why))
         reads, names = notes.reads(), []
         if isinstance(found, Match):
+            reads = reads.without(found.free)
             try:
                 names = [(name, _same(value)) for _, name, value in outside(cls, reads.methods)]
                 reads = replace(reads, names=tuple(name for name, _ in names))
@@ -147,12 +151,13 @@ def check(
     own, parts, within = type(clone).forward, nn.Module(), bound(inputs[0].dtype) if within is None else within
     parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
     copied = copy.deepcopy(parts).double() if wide else parts
-    y, *grads = _run(own, clone, inputs)
+    seen = functools.partial(watched, own, limits=limits)
+    y, *grads = _run(seen, clone, inputs)
     want, *wanted = _run(definition, copied, [_widened(x) for x in inputs] if wide else inputs)
     versions = [x._version for x in inputs]
     with torch.no_grad():
         torch.default_generator.manual_seed(0)
-        again, empty = own(clone, *inputs), own(clone, *(x[:0] for x in inputs))
+        again, empty = seen(clone, *inputs), own(clone, *(x[:0] for x in inputs))
     if versions != [x._version for x in inputs]:
         raise Differs("its forward writes to its input")
     if probe.changes(clone):
@@ -168,15 +173,12 @@ def check(
         distance = float("inf") if given is None else off(given, exact)
         if not distance <= within:
             raise Differs(f"{name} off by {distance:.1e} in L2 norm ({setting})")
-    watched(own, clone, *_leaves(inputs), limits=limits)
-    with torch.no_grad():
-        watched(own, clone, *inputs, limits=limits)
 
 
 def compare(clone_of, function, x, dtype, casts, how) -> None:
     """Raises Differs if a module's own forward differs from a function, with parameters of its inputs' dtype; if it
     casts, also of float32. One of the two may raise, as torch's norms do."""
-    why, setting = None, f"{dtype}, {'training' if clone_of(dtype).training else 'eval'}"
+    why = None
 
     def definition(parts, *given):
         vars(parts)["prefer"] = "auto"
@@ -187,14 +189,16 @@ def compare(clone_of, function, x, dtype, casts, how) -> None:
         clone = clone_of(own)
         try:
             with torch.no_grad():
-                type(clone).forward(clone, *x)
+                if len(dtypes) > 1:
+                    type(clone).forward(clone, *x)
         except Exception as error:  # this runs the author's code
-            if why is not None or len(dtypes) == 1:
+            if why is not None:
                 raise
             why = error
             continue
         names = ("the input", "the second input", "the third input")[: len(x)]
         within = {"within": bound(own)} if own is not dtype is torch.float64 else {}
+        setting = f"{dtype}, {'training' if clone.training else 'eval'}"
         check(clone, tuple(x), definition, setting, names=names, **{**within, **how})
 
 
@@ -259,14 +263,10 @@ def _widened(x):
     return x.double() if x.is_floating_point() else x
 
 
-def _leaves(inputs):
-    return [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
-
-
 def _run(function, module, inputs):
     """(output, gradients of the floating inputs and of all parameters)"""
     torch.default_generator.manual_seed(0)  # only the CPU's: torch.manual_seed would also seed all GPUs
-    leaves = _leaves(inputs)
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     y = function(module, *leaves)
     if not isinstance(y, torch.Tensor):
         raise Differs(f"its forward returns a {type(y).__name__}")
@@ -278,12 +278,11 @@ def _run(function, module, inputs):
 
 def arguments(cls: type) -> int | None:
     """How many arguments a class's forward needs, all of them positional; None if unknown."""
-    try:
-        given = list(inspect.signature(cls.forward).parameters.values())[1:]
-    except (TypeError, ValueError):  # compiled code
+    forward = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_kwonlyargcount > len(forward.__kwdefaults__ or ()):  # compiled code has none
         return None
-    needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return None if any(p.kind is p.KEYWORD_ONLY for p in needed) else len(needed)
+    return max(code.co_argcount - 1 - len(forward.__defaults__ or ()), 0)
 
 
 @contextlib.contextmanager

@@ -171,7 +171,8 @@ def read(module: nn.Module) -> Fused | Refusal | None:
         return None
     classes = {name: weakref.ref(original(type(part)) or type(part)) for name, part in parts.items()}
     own = tuple((name, p if p is None else tuple(p.shape)) for name, p in module._parameters.items())
-    key = own, *((name, kind, classes[name], _first(parts, name)) for name, kind in kinds.items())
+    first = _firsts(parts)
+    key = own, *((name, kind, classes[name], first[id(parts[name])]) for name, kind in kinds.items())
     like = _proofs.of(module, key, lambda notes: _prove(module, notes, kinds, inputs or 1), but)
     return like if loud or isinstance(like, Match) else None
 
@@ -179,9 +180,9 @@ def read(module: nn.Module) -> Fused | Refusal | None:
 _proofs = Proofs()
 
 
-def _first(parts, name: str) -> str:
-    """The first name of a part."""
-    return next(other for other, part in parts.items() if part is parts[name])
+def _firsts(parts) -> dict[int, str]:
+    """The first names of parts, by their ids."""
+    return {id(part): name for name, part in reversed(parts.items())}
 
 
 def _hint(kinds, cls, inputs) -> tuple[str | None, bool]:
@@ -221,10 +222,10 @@ def _traced(module, notes, kinds, training, shapes, dtype=torch.bfloat16) -> fx.
 
 def _clone(module, notes, kinds, training, dtype, trace=None):
     # A batch norm is tried with few channels.
-    made, how = {}, (training, notes, dtype, trace, "batch_norm" not in kinds.values())
+    how, first = (training, notes, dtype, trace, "batch_norm" not in kinds.values()), _firsts(module._modules)
+    made = {}
     for number, (name, part) in enumerate(module._modules.items()):
-        first = made.get(_first(module._modules, name))
-        made[name] = first or graph.stand_in(part, name, number + 1, kinds[name], *how)
+        made[name] = made.get(first[id(part)]) or graph.stand_in(part, name, number + 1, kinds[name], *how)
     return probe.clone(module, notes, training, graph.stand_ins(module, "", dtype, trace), made)
 
 
@@ -371,7 +372,9 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
             return {}
         return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
     like, parts = like_of(module), module._modules
-    like = like if isinstance(like, Fused) or not parts else read(module)
+    # What is read sets nothing without a part that may be an activation.
+    acts = (p for p in parts.values() if p is not None and not p._parameters and not p._modules)
+    like = like if isinstance(like, Fused) or all(type(p) is nn.Dropout for p in acts) else read(module)
     if isinstance(like, Fused) and tuple(parts) != like.names:  # changed after it was converted
         return {}
     if isinstance(like, Fused) and like.dtypes:

@@ -113,8 +113,10 @@ class Calls:
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
     """How to treat the module, or why its calls cannot be routed; None if it makes none."""
-    convolves = sum(isinstance(part, _ConvNd) for part in module.modules()) > 1
-    found = calls(type(module), convolves)
+    found, convolves = calls(type(module), True), True
+    if found is not None:
+        convolves = sum(isinstance(part, _ConvNd) for part in module.modules()) > 1
+        found = calls(type(module), convolves)
     if not isinstance(found, Calls):
         return found and Refusal(found)
     names = tuple(sorted({place.name for place in found.places}))
@@ -157,7 +159,7 @@ def calls(cls: type, convolves: bool = False) -> Calls | str | None:
 
 def _names_uncalled(function, known) -> str | None:
     """Why a function may not get a routed one: it may compare it, look it up, or keep it."""
-    tree = _tree(function)
+    tree = _tree(function.__code__)
     if tree is None:
         return f"the source of {function.__name__} is not there to be read"
     for node in _uncalled(tree):
@@ -167,10 +169,11 @@ def _names_uncalled(function, known) -> str | None:
     return None
 
 
-def _tree(function) -> ast.AST | None:
+@functools.lru_cache(maxsize=64)
+def _tree(code: types.CodeType) -> ast.AST | None:
     """The syntax tree of a function, or None if its source is not there to be read."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, tokenize.TokenError):  # the last: the file is no code, as of a notebook
         return None
 
@@ -187,7 +190,7 @@ def _only_calls(function, name: str) -> bool:
     Functions of the file may be passed on, but not to what an instance holds: transformers passes eager attention to
     the look-up of attention.
     """
-    tree = _tree(function)
+    tree = _tree(function.__code__)
     if tree is None:
         return False
     used = [node for node in _uncalled(tree) if ast.unparse(node) == name]
@@ -211,7 +214,7 @@ def _passes_inner(function) -> bool:
     """Whether a function passes a function that it defines to another one, which may call it again in backward."""
     if not any(isinstance(constant, types.CodeType) for constant in function.__code__.co_consts):
         return False
-    tree = _tree(function)
+    tree = _tree(function.__code__)
     if tree is None:
         return True
     inner = set()
@@ -297,7 +300,7 @@ def _looked_up(code, function, cls, known) -> Iterator[tuple[Place | types.Funct
     """Places and helpers with their names, in the order of the code: `F.gelu`, `helper`, `self.helper`."""
     first = function.__code__.co_varnames[:1]
     value = None  # value of the name or chain of attributes so far
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions(code):
         name = instruction.argval
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = function.__globals__.get(name)
@@ -321,6 +324,7 @@ def _looked_up(code, function, cls, known) -> Iterator[tuple[Place | types.Funct
 
 
 _SELF = object()
+instructions = functools.lru_cache(maxsize=1024)(lambda code: tuple(dis.get_instructions(code)))
 
 
 def _helper(value, function) -> types.FunctionType | None:

@@ -53,8 +53,9 @@ class Row:
     @functools.cached_property
     def root(self) -> fx.Node:
         """The last node of the pattern, in the spelling of graph.py."""
-        first, second = (self._traced(dtype) for dtype in (torch.bfloat16, torch.float16))
-        graph.follow(first.graph, second.graph)
+        first = self._traced(torch.bfloat16)
+        if any(name_of(node) == "to" for node in first.graph.nodes):
+            graph.follow(first.graph, self._traced(torch.float16).graph)
         return first
 
     def _traced(self, dtype) -> fx.Node:
