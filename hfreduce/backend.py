@@ -74,7 +74,7 @@ def create(options, pg_options=None):
     if pg_options is not None and not isinstance(pg_options, c10d.Options):
         raise TypeError(f"pg_options of the hfreduce backend are hfreduce.Options, got {type(pg_options).__name__}")
     if not _ready:
-        c10d.set_told_by(core.where, core.why)
+        c10d.set_told_by(core.where, core.why, core.sorted_hosts)
         atexit.register(c10d.close_all, _AT_EXIT)
         _ready.append(True)
     own = copy.deepcopy(pg_options or c10d.Options())

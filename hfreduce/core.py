@@ -1,8 +1,12 @@
-"""What a group needs of this process: the compiled core, measured plans, and what its main thread is doing."""
+"""What a group needs of this process: the core, measured plans, the order of hosts, what its main thread is doing."""
 
+import logging
 import os
 import sys
 import threading
+
+_log = logging.getLogger("hfreduce")
+_warned = []  # not empty once the first group, which has most hosts, was found to be out of order
 
 
 def native():
@@ -26,6 +30,29 @@ def device_plan_rows(size):
     from hfreduce import plan
 
     return plan.device_rows(size)
+
+
+def sorted_hosts(hosts):
+    """The order in which hosts are neighbours, as (indices, source), of [(name, SLURM_TOPOLOGY_ADDR)] by lowest rank.
+
+    ([], ""): their switches are not known, so the order of ranks stands.
+    """
+    from hfreduce import topology_sources
+
+    names = [name for name, _ in hosts]
+    fabric = topology_sources.find(names, addresses=dict(hosts))
+    if not fabric.hosts:
+        return [], ""
+    order = sorted(range(len(names)), key=lambda host: fabric.key(names[host]))
+    crossed, least = fabric.crossings(names)
+    if crossed > least and not _warned:
+        _warned.append(True)
+        _log.warning(
+            "hfreduce: a ring in the order of ranks crosses %d of %d links between leaf switches, %d are enough. "
+            "hfreduce follows %s; NCCL does not: start the hosts in this order: %s",
+            crossed, len(names), least, fabric.source, " ".join(names[host] for host in order),
+        )  # fmt: skip
+    return order, fabric.source
 
 
 def where():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hfreduce.core import native, plan_rows, where, why
+from hfreduce.core import native, plan_rows, sorted_hosts, where, why
 
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")  # the order of csrc/hfreduce/types.h
 _ORDER = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"  # too
@@ -58,7 +58,7 @@ class Group:
                 return keys.get(key) if keys.check([key]) else None
 
             self._core = native().Communicator(
-                keys.set, find, rank, size, name=name, timeout=timeout, where=where, **config
+                keys.set, find, rank, size, name=name, timeout=timeout, where=where, sorted=sorted_hosts, **config
             )
         self.close = weakref.finalize(self, _end, self._core, os.getpid())  # at the latest when the interpreter exits
 

@@ -364,8 +364,16 @@ def _between(op: str, nbytes: int, of: Shape, row: Row) -> list[str]:
     return [
         f"  between hosts: {row.between}{cut}: {spent.hops} hop{'s' * (spent.hops != 1)}; each host sends "
         f"{_size(spent.sent)}, over {of.local_size} rail{'s' * (of.local_size != 1)} of {row.streams} "
-        f"connection{'s' * (row.streams != 1)}"
+        f"connection{'s' * (row.streams != 1)}",
+        f"  neighbours: {_neighbours()}",
     ]
+
+
+def _neighbours() -> str:
+    file, address = (os.environ.get(name, "") for name in ("HFREDUCE_TOPO", "SLURM_TOPOLOGY_ADDR"))
+    if file or "." in address:
+        return f"hosts in the order of {file or 'SLURM_TOPOLOGY_ADDR'}"
+    return "hosts in the order of ranks (their switches are not known: python -m hfreduce.topo)"
 
 
 def _size(nbytes: float) -> str:

@@ -50,14 +50,14 @@ class Fabric:
             level = {above for switch in level for above in self.parents.get(switch, ())}
         return tuple(reversed(found))
 
+    def key(self, host: str) -> tuple:
+        """By which hosts are sorted. Those that the source does not know are last."""
+        path = [[natural(name) for name in level] for level in self.path(host)]
+        return self.known(host) is None, path, self.order.get(self.known(host) or "", 0), natural(host)
+
     def sorted(self, hosts: Iterable[str]) -> list[str]:
-        """The hosts in the order to start them in. Those that the source does not know are last."""
-
-        def key(host):
-            path = [[natural(name) for name in level] for level in self.path(host)]
-            return self.known(host) is None, path, self.order.get(self.known(host) or "", 0), natural(host)
-
-        return sorted(hosts, key=key)
+        """The hosts in the order to start them in."""
+        return sorted(hosts, key=self.key)
 
     def missing(self, hosts: Iterable[str]) -> list[str]:
         return [host for host in hosts if self.known(host) is None] if self.hosts else []

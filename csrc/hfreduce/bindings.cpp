@@ -63,22 +63,30 @@ std::unique_ptr<Communicator, Unlocked> connect(py::function set, py::function f
                                                 const std::vector<int>& global_ranks, const std::string& name,
                                                 double timeout, const std::string& host_id,
                                                 const std::string& interface, size_t slot_bytes,
-                                                const std::vector<RowTuple>& plan, py::object where) {
+                                                const std::vector<RowTuple>& plan, py::object where,
+                                                py::object sorted) {
   Config config;
   config.rank = rank, config.size = size, config.global_ranks = global_ranks, config.name = name;
   config.timeout = ms(timeout), config.host_id = host_id, config.interface = interface;
   config.slot_bytes = slot_bytes, config.plan = rows_of(plan);
-  if (!where.is_none()) {
-    // It may be released by a thread without the GIL.
-    std::shared_ptr<py::object> function(new py::object(std::move(where)), [](py::object* held) {
+  // They may be released by a thread without the GIL.
+  const auto shared = [](py::object object) {
+    return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* held) {
       py::gil_scoped_acquire locked;
       delete held;
     });
-    config.where = [function] {
+  };
+  if (!where.is_none())
+    config.where = [function = shared(std::move(where))] {
       py::gil_scoped_acquire locked;
       return (*function)().cast<std::string>();
     };
-  }
+  if (!sorted.is_none())
+    config.sorted = [function = shared(std::move(sorted))](const auto& hosts) {
+      py::gil_scoped_acquire locked;
+      const auto [order, source] = (*function)(hosts).template cast<std::pair<std::vector<int>, std::string>>();
+      return HostOrder{order, source};
+    };
   PythonStore store(std::move(set), std::move(find));
   py::gil_scoped_release unlocked;
   return std::unique_ptr<Communicator, Unlocked>(new Communicator(store, config));
@@ -111,7 +119,7 @@ void bind_communicator(py::module_& m) {
       .def(py::init(&connect), py::arg("set"), py::arg("find"), py::arg("rank"), py::arg("size"), py::kw_only(),
            py::arg("global_ranks") = std::vector<int>(), py::arg("name") = "default", py::arg("timeout") = 300.0,
            py::arg("host_id") = "", py::arg("interface") = "", py::arg("slot_bytes") = Config().slot_bytes,
-           py::arg("plan") = std::vector<RowTuple>(), py::arg("where") = py::none())
+           py::arg("plan") = std::vector<RowTuple>(), py::arg("where") = py::none(), py::arg("sorted") = py::none())
       .def_property_readonly("rank", &C::rank)
       .def_property_readonly("size", &C::size)
       .def_property_readonly("failed", &C::failed)

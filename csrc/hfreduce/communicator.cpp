@@ -58,7 +58,7 @@ Communicator::State::State(Store& store, const Config& given)
 Roster Communicator::State::meet(Store& store, Deadline deadline) {
   Peer mine = Roster::self(config.rank, config.global_ranks[config.rank], config.host_id);
   mesh.listen(mine);
-  return Roster::meet(store, mine, config.size, deadline, config.global_ranks);
+  return Roster::meet(store, mine, config.size, deadline, config.global_ranks, config.sorted);
 }
 
 // Rank 0's plan applies to all ranks: hosts may have been tuned separately, but must choose alike.
@@ -183,7 +183,8 @@ std::string Communicator::describe() const {
                      (roster.one_host() ? "" : "s") + " (";
   for (size_t i = 0; i < roster.hosts.size(); ++i)
     text += (i ? ", " : "") + roster.peers[roster.hosts[i][0]].hostname + ": " + std::to_string(roster.hosts[i].size());
-  return text + "), shared memory" + (roster.one_host() ? "" : ", TCP over " + state_->mesh.interface());
+  return text + "), shared memory" + (roster.one_host() ? "" : ", TCP over " + state_->mesh.interface()) +
+         roster.neighbours();
 }
 
 void Communicator::OperationScope::failed() {

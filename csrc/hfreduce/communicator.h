@@ -30,6 +30,7 @@ struct Config {
   size_t slot_bytes = 256 << 10;       // shared memory per slot, two slots per rank: both fit in an L2 cache
   std::vector<Row> plan;               // rank 0's plan applies to all ranks; empty: the defaults
   std::function<std::string()> where;  // where Python is: see Monitor
+  SortHosts sorted;                    // of rank 0
 };
 
 constexpr milliseconds kGroupTimeout{-1};  // of an operation: the group's timeout, as in c10d

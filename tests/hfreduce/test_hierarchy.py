@@ -24,8 +24,13 @@ SIZES = [0, 1, 1001, 2 * SLOT + 5]
 CHUNKED = 1_300_001  # float32 elements: several chunks, the last one ragged
 
 
+# The order of hosts of the groups that `hosts` makes.
+ORDER: list[int] = []
+
+
 def hosts(layout, between="ring", streams=2, **config):
     rows = [(kind, 1 << 62, 1, BETWEEN.index(between), 1024, streams) for kind in range(9)]
+    config.setdefault("sorted", lambda names, order=[*ORDER]: (order, "a test" if order else ""))
     return group(len(layout), **{"host_id": list(layout), "plan": [rows] * len(layout), "slot_bytes": SLOT, **config})
 
 
@@ -96,6 +101,64 @@ def test_the_same_bits_on_all_ranks_and_in_all_runs(layout, between):
         doubles = torch.stack([x.double() for x in inputs])
         error = (results[0].double() - doubles.sum(0)).abs()
         assert (error <= ulp * world * doubles.abs().sum(0)).all()
+
+
+ORDERS = {"aabb": [1, 0], "abc": [1, 0, 2], "abcd": [2, 0, 3, 1], "abab": [1, 0], "abbba": [1, 0]}
+
+
+@pytest.fixture
+def ordered(monkeypatch, request):
+    monkeypatch.setattr(f"{__name__}.ORDER", ORDERS[request.getfixturevalue("layout")])
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layout", ORDERS)
+@pytest.mark.usefixtures("ordered")
+def test_hosts_in_the_order_of_a_fabric(layout, between):
+    """Ranks, their blocks and roots keep their numbers."""
+    test_reductions(layout, between)
+    test_moving(layout, between)
+    test_all_to_all_of_any_sizes(layout)
+    test_the_same_bits_on_all_ranks_and_in_all_runs(layout, between)
+
+
+@pytest.mark.parametrize("order", [[], [2, 0, 3, 1]])
+@pytest.mark.parametrize("between", ["ring", "direct"])
+def test_sums_follow_the_ring_of_neighbours(between, order, monkeypatch):
+    """A ring rounds at each hop, from the host after a slice's own on; direct adds in the order of ranks."""
+    monkeypatch.setattr(f"{__name__}.ORDER", order)
+    inputs = [torch.randn(4000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    outputs = [torch.empty(4000) for _ in range(4)]
+    with hosts("abcd", between) as ranks:
+        run(lambda r, x, y: call(r.all_reduce, (x, y), 4000, DTYPES[torch.float32]), ranks, inputs, outputs)
+        assert ("hosts in the order of a test: " in ranks[3].describe()) == bool(order)
+    around = order or [0, 1, 2, 3]
+    for host in range(4):
+        mine, place = slice(host * 1000, host * 1000 + 1000), around.index(host)
+        path = [around[(place + k) % 4] for k in range(1, 5)] if between == "ring" else range(4)
+        total = torch.zeros(1000)
+        for other in path:
+            total = total + inputs[other][mine]
+        assert all(torch.equal(y[mine], total) for y in outputs)
+
+
+def test_rank_0_decides_the_order():
+    """Other ranks are not asked. An order that is none is refused."""
+    asked = []
+
+    def sorted_by(rank):
+        return lambda names: asked.append((rank, names)) or ([1, 2, 0], "a test")
+
+    with hosts("abca", sorted=[sorted_by(rank) for rank in range(4)]) as ranks:
+        assert all("in the order of a test" in rank.describe() for rank in ranks)
+    ((rank, names),) = asked
+    assert rank == 0 and len(names) == 3 and all(len(each) == 2 for each in names)
+    for wrong in ([0, 0], [0, 2], [-1, 0], [0]):
+        with (
+            pytest.raises(ValueError, match="each of the 2 hosts once"),
+            hosts("ab", sorted=lambda names, w=wrong: (w, ""), timeout=1),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])

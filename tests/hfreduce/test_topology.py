@@ -6,7 +6,7 @@ import random
 import fabrics
 import pytest
 
-from hfreduce import topo
+from hfreduce import core, plan, topo
 from hfreduce import topology_sources as topology
 from hfreduce.topology import TopologyError, expand, natural
 from hfreduce.topology_sources import parse
@@ -130,6 +130,25 @@ def test_rails_and_planes():
     text = "\n".join(f"{n}: lldp.eth{i}.chassis.name={s}" for n, of in drawn.items() for i, s in enumerate(of))
     found, hosts = parse(text), random.Random(0).sample([*drawn], 8)
     assert found.sorted(hosts) == [*drawn] and found.leaf("n5") == ("rail0-1", "rail1-1")
+
+
+def test_groups_follow_the_fabric(tree, monkeypatch, caplog):
+    """The order of hosts by their lowest rank, with a warning if a ring over ranks crosses more leaves than it must."""
+    hosts = [("n3", ""), ("n10", ""), ("n11", ""), ("n2", "")]
+    assert core.sorted_hosts(hosts) == ([], "")
+    monkeypatch.setattr(core, "_warned", [])
+    monkeypatch.setenv("HFREDUCE_TOPO", tree[0])
+    with caplog.at_level(logging.WARNING, "hfreduce"):
+        for _ in range(2):
+            assert core.sorted_hosts(hosts) == ([3, 1, 0, 2], tree[0])
+    assert "crosses 4 of 4 links between leaf switches, 2 are enough" in caplog.text
+    assert caplog.text.strip().endswith("in this order: n2 n10 n3 n11") and len(caplog.records) == 1
+    assert core.sorted_hosts([("vm", ""), ("vm", "")]) == ([], "")  # and the file knows none of them
+    monkeypatch.setenv("HFREDUCE_TOPO", "")
+    assert core.sorted_hosts([("n1", "s2.n1"), ("n2", "s1.n2")]) == ([1, 0], "SLURM_TOPOLOGY_ADDR")
+    assert "neighbours: hosts in the order of ranks" in plan.explain("all_reduce", 1 << 20, ranks=4, hosts=2)
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "s2.n1")
+    assert "neighbours: hosts in the order of SLURM_TOPOLOGY_ADDR" in plan.explain("barrier", 0, ranks=4, hosts=2)
 
 
 def test_commands(tree, capsys, monkeypatch):

@@ -11,9 +11,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <iomanip>
 #include <map>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -23,7 +25,7 @@ namespace hfreduce {
 namespace {
 
 // The version of everything that ranks exchange: ranks of different versions refuse to connect.
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
 
 // ASCII's separators, which must not be part of a name.
 constexpr char kUnit = '\x1f', kRecord = '\x1e';
@@ -40,7 +42,7 @@ std::string encode(const Peer& peer) {
   text << kProtocol;
   for (int number : {peer.rank, peer.global_rank, peer.pid, peer.numa_node, peer.cores, peer.port})
     text << kUnit << number;
-  for (const std::string* word : {&peer.hostname, &peer.host_id, &peer.address, &peer.socket}) {
+  for (const std::string* word : {&peer.hostname, &peer.host_id, &peer.address, &peer.socket, &peer.switches}) {
     if (std::any_of(word->begin(), word->end(), [](unsigned char c) { return c < ' '; }))
       throw std::invalid_argument("hfreduce: a name with control characters in it, '" + *word +
                                   "': give a host_id and an interface of printable characters");
@@ -55,12 +57,12 @@ Peer decode(const std::string& text) {
   if (parts.empty() || parts[0] != protocol)
     throw std::runtime_error("hfreduce: ranks of different versions: this one speaks protocol " + protocol +
                              ", another says '" + text.substr(0, 80) + "'; install the same hfreduce on every host");
-  if (parts.size() != 11) throw std::runtime_error("hfreduce: the store gave back a damaged entry: '" + text + "'");
+  if (parts.size() != 12) throw std::runtime_error("hfreduce: the store gave back a damaged entry: '" + text + "'");
   Peer peer;
   int* numbers[] = {&peer.rank, &peer.global_rank, &peer.pid, &peer.numa_node, &peer.cores, &peer.port};
-  std::string* words[] = {&peer.hostname, &peer.host_id, &peer.address, &peer.socket};
+  std::string* words[] = {&peer.hostname, &peer.host_id, &peer.address, &peer.socket, &peer.switches};
   for (size_t i = 0; i < 6; ++i) *numbers[i] = std::stoi(parts[1 + i]);
-  for (size_t i = 0; i < 4; ++i) *words[i] = parts[7 + i];
+  for (size_t i = 0; i < 5; ++i) *words[i] = parts[7 + i];
   return peer;
 }
 
@@ -80,6 +82,9 @@ Roster arrange(int rank, std::vector<Peer> peers, const std::string& secret) {
   }
   roster.cores = *std::min_element(cores.begin(), cores.end());
   roster.peers = std::move(peers);
+  std::vector<int> order(roster.hosts.size());
+  std::iota(order.begin(), order.end(), 0);
+  roster.sort(std::move(order));
   return roster;
 }
 
@@ -204,6 +209,18 @@ bool ask_until(Deadline deadline, const std::function<bool()>& answered) {
   }
 }
 
+void Roster::sort(std::vector<int> hosts_in_order) {
+  places.assign(hosts.size(), -1);
+  for (size_t i = 0; i < hosts_in_order.size(); ++i) {
+    const size_t host = static_cast<size_t>(hosts_in_order[i]);
+    if (host >= hosts.size() || places[host] >= 0 || hosts_in_order.size() != hosts.size())
+      throw std::invalid_argument("hfreduce: an order of hosts must have each of the " + std::to_string(hosts.size()) +
+                                  " hosts once");
+    places[host] = static_cast<int>(i);
+  }
+  order = std::move(hosts_in_order);
+}
+
 std::string Store::wait(const std::string& key, Deadline deadline) {
   std::optional<std::string> value;
   if (ask_until(deadline, [&] { return (value = find(key)).has_value(); })) return *std::move(value);
@@ -236,14 +253,46 @@ Peer Roster::self(int rank, int global_rank, const std::string& host_id) {
   char hostname[256] = {};
   gethostname(hostname, sizeof hostname - 1);
   peer.hostname = hostname;
+  if (const char* switches = std::getenv("SLURM_TOPOLOGY_ADDR")) peer.switches = switches;
   peer.host_id = host_id.empty() ? machine_id() : host_id;
   return peer;
 }
 
-Roster Roster::meet(Store& store, Peer mine, int size, Deadline deadline, const std::vector<int>& global_ranks) {
+// Rank 0 decides: hosts may have other files, but must agree.
+void Roster::agree(Store& store, Deadline deadline, const SortHosts& sorted) {
+  const std::string key = "order " + secret;
+  if (rank == 0) {
+    std::vector<std::pair<std::string, std::string>> names;
+    for (const std::vector<int>& ranks : hosts) names.emplace_back(peers[ranks[0]].hostname, peers[ranks[0]].switches);
+    HostOrder found;
+    if (sorted) found = sorted(names);
+    if (!found.hosts.empty()) sort(found.hosts), order_source = found.source;
+    std::string text;
+    for (int host : order) text += std::to_string(host) + ' ';
+    return store.set(key, text + '\n' + order_source);
+  }
+  std::istringstream text(store.wait(key, deadline));
+  std::vector<int> given(hosts.size(), -1);
+  for (int& host : given) text >> host;
+  sort(std::move(given));
+  text.ignore(2, '\n');
+  std::getline(text, order_source);
+}
+
+std::string Roster::neighbours() const {
+  if (order_source.empty()) return "";
+  std::string text = ", hosts in the order of " + order_source + ":";
+  for (int host : order) text += " " + peers[hosts[host][0]].hostname;
+  return text;
+}
+
+Roster Roster::meet(Store& store, Peer mine, int size, Deadline deadline, const std::vector<int>& global_ranks,
+                    const SortHosts& sorted) {
   if (size == 1) return arrange(0, {mine}, random_hex(32));
   Meeting meeting(store, mine, size, deadline, global_ranks);
-  return mine.rank == 0 ? meeting.gather() : meeting.answer();
+  Roster roster = mine.rank == 0 ? meeting.gather() : meeting.answer();
+  if (!roster.one_host()) roster.agree(store, deadline, sorted);
+  return roster;
 }
 
 }  // namespace hfreduce

@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "types.h"
@@ -40,11 +41,21 @@ struct Peer {
   int port = 0;          // TCP
   std::string host_id;   // ranks can share memory if it is equal: boot id and network namespace
   std::string hostname;
-  std::string address;  // numeric, of the interface that it listens on
-  std::string socket;   // name of its Unix socket, in the abstract namespace
+  std::string address;   // numeric, of the interface that it listens on
+  std::string socket;    // name of its Unix socket, in the abstract namespace
+  std::string switches;  // those above its host, as SLURM_TOPOLOGY_ADDR names them; "": unknown
 
   std::string name() const;  // "rank 3 (host b, pid 1234)", with the global rank
 };
+
+// An order of hosts, and where it is from.
+struct HostOrder {
+  std::vector<int> hosts;  // empty: in the order of their lowest ranks
+  std::string source;
+};
+
+// The order of hosts, of which each has a name and Peer::switches.
+using SortHosts = std::function<HostOrder(const std::vector<std::pair<std::string, std::string>>& hosts)>;
 
 // All ranks. The order is the same everywhere: hosts by their lowest rank.
 struct Roster {
@@ -53,19 +64,29 @@ struct Roster {
   std::vector<std::vector<int>> hosts;  // ranks of each host, ascending
   std::string secret;                   // of this communicator; peers must send it
   int cores = 0;                        // of the host with the fewest: equal on all ranks, since plans depend on it
+  std::vector<int> order, places;       // hosts in the order in which they are neighbours, and its inverse
+  std::string order_source;             // "": by their lowest ranks
 
   int size() const { return static_cast<int>(peers.size()); }
   const Peer& me() const { return peers[rank]; }
   const std::vector<int>& local() const { return hosts[me().host]; }
   bool one_host() const { return hosts.size() == 1; }
+  int place() const { return places[me().host]; }
+  std::string neighbours() const;  // the order and its source, for a reader; "" by rank
+  // Throws std::invalid_argument unless it has each host once.
+  void sort(std::vector<int> hosts_in_order);
 
   // Exchanges the ranks' Peers: each rank writes one key, and rank 0 gathers them into one. Keys of an earlier
   // communicator with the same names do no harm. global_ranks: by rank, for messages; empty: equal to the ranks. Throws
-  // std::runtime_error with the ranks that are missing at the deadline.
-  static Roster meet(Store& store, Peer mine, int size, Deadline deadline, const std::vector<int>& global_ranks = {});
+  // std::runtime_error with the ranks that are missing at the deadline. sorted: rank 0's decides for all.
+  static Roster meet(Store& store, Peer mine, int size, Deadline deadline, const std::vector<int>& global_ranks = {},
+                     const SortHosts& sorted = nullptr);
 
   // This process as a Peer: host, pid, NUMA node. `host_id` overrides the machine's own; "": does not.
   static Peer self(int rank, int global_rank, const std::string& host_id);
+
+ private:
+  void agree(Store& store, Deadline deadline, const SortHosts& sorted);
 };
 
 // Random bytes from the kernel, as hexadecimal digits.

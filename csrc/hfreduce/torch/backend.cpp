@@ -38,8 +38,9 @@ class TorchStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// Python functions, never freed: where the main thread is, and the exception that a group is shut down for.
-PyObject *where = nullptr, *why = nullptr;
+// Python functions, never freed: where the main thread is, the exception that a group is shut down for, and the order
+// of hosts.
+PyObject *where = nullptr, *why = nullptr, *sorted = nullptr;
 
 bool interpreter_lives() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -57,6 +58,13 @@ std::string told_by(PyObject* function) {
   } catch (const std::exception&) {  // the text only helps the reader of a message
     return "";
   }
+}
+
+HostOrder order_of(const std::vector<std::pair<std::string, std::string>>& hosts) {
+  if (!sorted || !interpreter_lives()) return {};
+  py::gil_scoped_acquire locked;
+  const auto [order, source] = py::handle(sorted)(hosts).cast<std::pair<std::vector<int>, std::string>>();
+  return {order, source};
 }
 
 struct Living {
@@ -83,6 +91,7 @@ Config config_of(int rank, int size, const Backend::Options& options) {
   config.slot_bytes = options.slot_bytes;
   config.plan = rows_of(options.plan);
   config.where = [] { return told_by(where); };
+  config.sorted = order_of;
   return config;
 }
 
@@ -316,8 +325,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   hfreduce::take_lazy_views();
   m.def("operations", &Backend::operations);
   m.def("nbytes", &Backend::nbytes);
-  m.def("set_told_by", [](py::function where, py::function why) {
+  m.def("set_told_by", [](py::function where, py::function why, py::function sorted) {
     hfreduce::where = where.release().ptr(), hfreduce::why = why.release().ptr();
+    hfreduce::sorted = sorted.release().ptr();
   });
   m.def("close_all",
         [](double seconds) { Backend::close_all(hfreduce::milliseconds(static_cast<int64_t>(seconds * 1000))); });

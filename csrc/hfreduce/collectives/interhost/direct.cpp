@@ -50,8 +50,9 @@ class Direct {
     int64_t sent = 0, received = 0;
   };
 
-  int64_t begin(int slice) const { return slice_begin(count_, slice, rail_.size()) * size_; }
-  int64_t bytes(int slice) const { return begin(slice + 1) - begin(slice); }
+  int64_t edge(int slice) const { return slice_begin(count_, slice, rail_.size()) * size_; }
+  int64_t begin(int index) const { return edge(rail_.hosts[index]); }
+  int64_t bytes(int index) const { return edge(rail_.hosts[index] + 1) - begin(index); }
   int64_t to_send(int host) const { return (scatter_ ? bytes(host) : 0) + (gather_ ? own_ : 0); }
   int64_t to_receive(int host) const { return (scatter_ ? own_ : 0) + (gather_ ? bytes(host) : 0); }
   int64_t piece_end() const { return std::min(own_, added_ + kPiece); }
@@ -87,8 +88,8 @@ class Direct {
       if (host.received < end) return false;
     char* const own = data_ + begin(rail_.index) + added_;
     std::vector<const void*> inputs(rail_.size());
-    for (const Host& host : hosts_) inputs[host.index] = host.piece.get();
-    inputs[rail_.index] = own;
+    for (const Host& host : hosts_) inputs[rail_.hosts[host.index]] = host.piece.get();
+    inputs[rail_.hosts[rail_.index]] = own;
     reduce(own, inputs.data(), nullptr, rail_.size(), (end - added_) / size_, sum_.dtype, sum_.last(), sum_.divisor);
     added_ = end;
     return true;
@@ -121,7 +122,7 @@ Direct::Direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part
       gather_(part != Part::scatter),
       own_(bytes(rail.index)) {
   if (!scatter_) added_ = own_;
-  // Hosts begin with different peers, to spread the load.
+  // Hosts begin with different peers, to spread the load: all with the next one, then all with the one after that.
   for (int i = 1; i < rail.size(); ++i) {
     const int index = (rail.index + i) % rail.size();
     hosts_.push_back({index, Sender(rail, rail.ranks[index], 0, to_send(index)),

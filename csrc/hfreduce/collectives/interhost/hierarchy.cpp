@@ -98,7 +98,7 @@ void Hierarchy::sum(const void* in, void* out, int64_t count, DType dtype, Reduc
       [&](int64_t c, const Rail& rail) {
         const Chunk chunk(cut, c);
         if (all) return interhost::all_reduce(choice.between, rail, slices(c), chunk.slice, sum);
-        tree_reduce(rail, slices(c), chunk.slice, sum, host_of(root));
+        tree_reduce(rail, slices(c), chunk.slice, sum, place_of(root));
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
@@ -197,7 +197,7 @@ void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Choic
 void Hierarchy::broadcast(void* data, int64_t bytes, int root, const Watch& watch) {
   const Rail rail = stages_.rail(watch);
   const int host = host_of(root);
-  if (alone()) return tree_broadcast(rail, data, bytes, host);
+  if (alone()) return tree_broadcast(rail, data, bytes, place_of(root));
   const bool source = host == layout_.host;
   const Cut cut(bytes, 1, layout_.rails);
   reserve(cut.slice, cut.slice * cut.parts);
@@ -212,7 +212,7 @@ void Hierarchy::broadcast(void* data, int64_t bytes, int root, const Watch& watc
       [&](int64_t c, const Rail& rail) {
         const Chunk chunk(cut, c);
         char* const from = (chunk.whole ? at(data, chunk.first) : pad()) + layout_.local * chunk.slice;
-        tree_broadcast(rail, source ? from : slices(c), chunk.slice, host);
+        tree_broadcast(rail, source ? from : slices(c), chunk.slice, place_of(root));
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
@@ -271,25 +271,27 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
   }
   host::all_to_all(shm_, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
   std::vector<Transfer> transfers, expected;
-  for (int i = 1; i < roster_.size(); ++i) {  // ranks begin with different peers, to spread the load
-    const int rank = (roster_.rank + i) % roster_.size();
-    if (host_of(rank) == layout_.host) continue;
-    transfers.push_back({rank, const_cast<char*>(at(in, in_offsets[rank])), in_sizes[rank]});
-    expected.push_back({rank, at(out, out_offsets[rank]), out_sizes[rank]});
+  for (int i = 1; i < layout_.hosts; ++i) {  // ranks begin with different peers, to spread the load
+    const std::vector<int>& ranks = roster_.hosts[roster_.order[(roster_.place() + i) % layout_.hosts]];
+    for (size_t j = 0; j < ranks.size(); ++j) {
+      const int rank = ranks[(layout_.local + j) % ranks.size()];
+      transfers.push_back({rank, const_cast<char*>(at(in, in_offsets[rank])), in_sizes[rank]});
+      expected.push_back({rank, at(out, out_offsets[rank]), out_sizes[rank]});
+    }
   }
   exchange(stages_.rail(watch), transfers, expected);
 }
 
 void Hierarchy::carry(int lane, void* data, int64_t count, const Choice& choice, const Watch& watch) {
   const Call& call = watch.call;
-  const Rail rail{carriers_[lane], watch, layout_.rail, layout_.host};
+  const Rail rail{carriers_[lane], watch, layout_.rail, roster_.place(), roster_.order};
   const Sum sum{call.dtype, call.op, roster_.size()};
   if (call.kind == Kind::all_reduce) return interhost::all_reduce(choice.between, rail, data, count, sum);
   if (call.kind == Kind::reduce_scatter)
     return interhost::all_reduce(choice.between, rail, data, count, sum, Part::scatter);
   if (call.kind == Kind::all_gather)
     return interhost::all_reduce(choice.between, rail, data, count, {DType::u8, Op::bor, 1}, Part::gather);
-  tree_broadcast(rail, data, count, host_of(call.root));
+  tree_broadcast(rail, data, count, place_of(call.root));
 }
 
 // All ranks of this host arrive, then each rail waits for all hosts. If some ranks have no rail, the ranks of this host

@@ -35,6 +35,7 @@ class Hierarchy {
  private:
   bool alone() const { return layout_.largest == 1; }  // every host has one rank
   int host_of(int rank) const { return roster_.peers[rank].host; }
+  int place_of(int rank) const { return roster_.places[host_of(rank)]; }
   int local_of(int rank) const { return roster_.peers[rank].local_rank; }
 
   // Memory for the slices in flight, and for one padded chunk.

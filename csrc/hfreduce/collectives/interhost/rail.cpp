@@ -43,8 +43,9 @@ HostLayout::HostLayout(const Roster& roster)
   for (int h = 0; h < hosts; ++h) {
     const std::vector<int>& ranks = roster.hosts[h];
     for (size_t i = 0; i < ranks.size(); ++i) regular = regular && ranks[i] == h * largest + static_cast<int>(i);
-    if (local < rails) rail.push_back(ranks[local]);
   }
+  for (int h : roster.order)
+    if (local < rails) rail.push_back(roster.hosts[h][local]);
   regular = regular && rails == largest;
 }
 

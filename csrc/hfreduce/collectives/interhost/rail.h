@@ -29,7 +29,7 @@ struct HostLayout {
   int largest;            // number of ranks on the largest host
   int local;              // this rank's index on its host; also its rail, if below `rails`
   bool regular;           // hosts have equally many ranks, and host h has those from h * rails on
-  std::vector<int> rail;  // the ranks of this rank's rail, by host; empty if it has none
+  std::vector<int> rail;  // the ranks of this rank's rail, in the order of the roster; empty if it has none
 };
 
 // TCP streams to the ranks of other hosts, of `connections` parallel connections each. They are dialed by the sender on
@@ -61,8 +61,9 @@ class HostStreams {
 struct Rail {
   HostStreams& streams;
   const Watch& watch;
-  std::vector<int> ranks;  // group ranks, by host
-  int index;               // of this rank among them
+  std::vector<int> ranks;         // group ranks, in the order in which hosts are neighbours
+  int index;                      // of this rank among them
+  const std::vector<int>& hosts;  // hosts in that order: what belongs to ranks[i] is slice hosts[i] of a message
 
   int size() const { return static_cast<int>(ranks.size()); }
 };

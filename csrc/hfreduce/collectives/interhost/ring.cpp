@@ -37,8 +37,9 @@ class Ring {
 
  private:
   int slice(int back) const { return ((me_ - back) % n_ + n_) % n_; }
-  int64_t begin(int slice) const { return slice_begin(count_, slice, n_) * size_; }
-  int64_t bytes(int slice) const { return begin(slice + 1) - begin(slice); }
+  int64_t edge(int slice) const { return slice_begin(count_, slice, n_) * size_; }
+  int64_t begin(int index) const { return edge(rail_.hosts[index]); }
+  int64_t bytes(int index) const { return edge(rail_.hosts[index] + 1) - begin(index); }
   // Bytes of the slices of all steps.
   int64_t total(int back) const {
     int64_t sum = 0;
@@ -128,7 +129,7 @@ Ring::Ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part par
       from_(rail, rail.ranks[(me_ + n_ - 1) % n_], 0, total(2)),
       send_step_(first_),
       receive_step_(first_) {
-  if (part != Part::gather) piece_.resize(std::min(kPiece, bytes(0) + bytes(n_ - 1)));
+  if (part != Part::gather) piece_.resize(std::min(kPiece, edge(n_) - edge(n_ - 1)));  // the last is the largest
 }
 
 }  // namespace

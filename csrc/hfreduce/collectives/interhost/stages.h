@@ -92,7 +92,9 @@ class Stages {
     JobThread thread;
   };
 
-  Rail rail(const Watch& watch, int lane) { return {lanes_[lane].streams, watch, layout_.rail, layout_.host}; }
+  Rail rail(const Watch& watch, int lane) {
+    return {lanes_[lane].streams, watch, layout_.rail, roster_.place(), roster_.order};
+  }
   void fail(const Fault& fault);
 
   const Roster& roster_;
