@@ -2,6 +2,7 @@
 
     python -m hfreduce.topo --topology topology.conf         # switches and hosts as a tree, and how sure that is
     python -m hfreduce.topo order hosts.txt                  # the same hosts, one a line, in the order to start them in
+    python -m hfreduce.topo simulate "fat_tree leaves=8 hosts=16 spines=4"      # times, by algorithm and order
 
 A ring over hosts in random order loads the links between switches two to five times more than one in this order.
 """
@@ -59,6 +60,33 @@ def order(args: argparse.Namespace) -> None:
     print(*(host + hosts[host] for host in source(args, [*hosts]).sorted(hosts)), sep="\n")
 
 
+def size(text: str) -> int:
+    """Bytes, of 4096, 64K, 25M or 1G."""
+    return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+
+
+def simulate(args: argparse.Namespace) -> None:
+    from hfreduce import plan
+    from hfreduce.simulate import ALGORITHMS, ideal, network
+    from hfreduce.simulate import simulate as run
+
+    on = network(args.fabric)
+    hosts = [*hosts_of(args.hosts)] if args.hosts else on.hosts
+    orders = {"given order": hosts, "order of switches": on.fabric.sorted(hosts)}
+    print(f"{args.op} of {plan._size(args.bytes)} between {len(hosts)} hosts on {args.fabric}")
+    print(f"{'':8}{'one switch':>12}" + "".join(f"{name:>22}" for name in orders))
+    for algorithm in ALGORITHMS if args.op == "all_reduce" else ALGORITHMS[:2]:
+        best = ideal(on, hosts, args.op, algorithm, args.bytes)
+        times = [run(on, order, args.op, algorithm, args.bytes).seconds for order in orders.values()]
+        shown = "".join(f"{f'{each * 1e3:.4g} ms {each / best:.2f}x':>22}" for each in times)
+        print(f"{algorithm:8}{f'{best * 1e3:.4g} ms':>12}{shown}")
+    chosen = plan.choose(args.op, args.bytes, plan.Shape(len(hosts), len(hosts)), []).between
+    busy = run(on, hosts, args.op, chosen, args.bytes).busy
+    fullest = sorted(busy, key=lambda link: (-round(busy[link], 6), link))[:4]
+    print(f"hfreduce's default: {chosen}. Its fullest links in the given order, and the part of the time:")
+    print("  " + ", ".join(f"{a} to {b} {busy[a, b]:.0%}" for a, b in fullest))
+
+
 def parser() -> command.Parser:
     found = command.Parser(prog="python -m hfreduce.topo", description=__doc__)
     shared = argparse.ArgumentParser(add_help=False)
@@ -71,7 +99,17 @@ def parser() -> command.Parser:
     sub = commands.add_parser("order", parents=[shared], help="hosts in the order to start them in")
     sub.add_argument("file", metavar="HOSTS", help="a file with one host a line; - is the standard input")
     sub.set_defaults(call=order)
+    sub = commands.add_parser("simulate", help="times on a fabric, by algorithm and order of hosts", epilog=_FABRICS)
+    sub.add_argument("fabric", metavar="FABRIC", help="a line as below, or a file of networkx.node_link_data")
+    sub.add_argument("--hosts", metavar="FILE", help="one a line, in the order of ranks; default: all")
+    sub.add_argument("--op", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce")
+    sub.add_argument("--bytes", type=size, default=25 << 20, help="of the whole message, such as 25M")
+    sub.set_defaults(call=simulate)
     return found
+
+
+_FABRICS = """fat_tree leaves=8 hosts=16 spines=16 rate=100, rails groups=2 hosts=8 rails=4 spines=4,
+planes leaves=4 hosts=8 spines=4, dragonfly groups=4 routers=4 hosts=4; rate in Gbit/s"""
 
 
 def main(argv: list[str] | None = None) -> int:

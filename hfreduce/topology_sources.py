@@ -180,7 +180,7 @@ def _addresses(found, source="SLURM_TOPOLOGY_ADDR", line=None) -> Fabric:
                 below = names
         except TopologyError as why:
             raise TopologyError(str(why), line[host] if line else 0) from None
-    return _some_hosts(_graph(source, "as Slurm's administrator has written it", [*found], links))
+    return _some_hosts(from_links(source, "as Slurm's administrator has written it", [*found], links))
 
 
 def _json(text, source):
@@ -232,10 +232,12 @@ def _node_link(found, source, line):
                 raise TopologyError(f"a link of {end!r}, which is no node", line(end))
         links[ends[0]].add(ends[1])
         links[ends[1]].add(ends[0])
-    return _some_hosts(_graph(source, "as written", [name for name, kind in kinds.items() if kind != "switch"], links))
+    return _some_hosts(
+        from_links(source, "as written", [name for name, kind in kinds.items() if kind != "switch"], links)
+    )
 
 
-def _graph(source, sure, hosts, links) -> Fabric:
+def from_links(source, sure, hosts, links) -> Fabric:
     """From links: a switch is above what is nearer to the hosts."""
     both = defaultdict(set)
     for one, others in links.items():
@@ -289,7 +291,7 @@ def _ibnetdiscover(lines, source):
     for (here, _), (there, _) in ports.items():
         links[called[here]].add(called[there])
     hosts = list(dict.fromkeys(called[device] for device, kind in kinds.items() if kind != "Switch"))
-    return _some_hosts(_graph(source, "as the subnet's devices report it", hosts, links))
+    return _some_hosts(from_links(source, "as the subnet's devices report it", hosts, links))
 
 
 def _opensm(lines, source):
