@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
 
 from hfnn import functional
-from hfnn.core.context import compiling
+from hfnn.core.context import PLAIN, bare_mode, compiling
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.options import one_of
 
@@ -113,9 +113,11 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
 
 
 def _is_overridden(args, kwargs) -> bool:
-    """Whether an argument is a Tensor subclass with its own functions."""
+    """Whether an argument is a Tensor subclass with its own functions, or a mode of the user's sees the call."""
     given = (*args, *kwargs.values())
-    return has_torch_function(given) and bool(_get_overloaded_args(given))  # the former is true in a mode as well
+    if not has_torch_function(given):  # it is true in a mode as well
+        return False
+    return not bare_mode() or any(type(x) not in PLAIN for x in _get_overloaded_args(given))
 
 
 def _as_torch(original, args, kwargs):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hfnn.core.classes import cache_by_class
-from hfnn.core.context import PLAIN, transformed
+from hfnn.core.context import PLAIN, bare_mode, transformed
 from hfnn.deferred import attended, scores
 from hfnn.deferred import scored as scored  # its handlers
 from hfnn.ops.attention import sdpa
@@ -47,7 +47,7 @@ class Written:
         forward = routed._within(cls.forward, found) if isinstance(found, routed.Calls) else _own(cls.forward)
 
         def run(self, like, *args, **kwargs):
-            if transformed() or not torch.is_grad_enabled() or _is_small(self, args, kwargs) or not _bare_mode():
+            if transformed() or not torch.is_grad_enabled() or _is_small(self, args, kwargs) or not bare_mode():
                 return forward(self, like, *args, **kwargs)
             use = _uses.setdefault(self, scores.Use())
             return attended.deferring(self, codes, use, forward, (like, *args), kwargs)
@@ -62,13 +62,6 @@ def _is_small(module, args, kwargs) -> bool:
 
 def _own(forward):
     return lambda self, like, *args, **kwargs: forward(self, *args, **kwargs)
-
-
-def _bare_mode() -> bool:
-    """Whether no function mode of the user's might count or change calls."""
-    return not any(
-        type(mode).__module__ != "torch.utils._device" for mode in torch.overrides._get_current_function_mode_stack()
-    )
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,14 @@ def transformed() -> bool:
     return torch._C._get_tracing_state() is not None or _proxies()
 
 
+def bare_mode() -> bool:
+    """Whether no mode of torch's functions is on that might count or change calls: hfnn's, and torch's of devices."""
+    return all(
+        getattr(mode, "hfnn_runs", False) or type(mode).__module__ == "torch.utils._device"
+        for mode in torch.overrides._get_current_function_mode_stack()
+    )
+
+
 def is_bare(module) -> bool:
     """Whether a module's computation may run without calling the module: no hooks, and no replaced forward."""
     return not (
