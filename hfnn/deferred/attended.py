@@ -204,26 +204,61 @@ def _attention(x: Scores, value):
     if node.used:  # by another product, to which other dropout would belong
         return NotImplemented
     node.check()
-    leading = plan.leading or x.shape[:-2]
-    masks = [*plan.biases, *(mask for mask, _ in plan.hidden)]
-    if len(leading) > 2 and any(mask.dim() > 2 for mask in masks):
-        return NotImplemented
-    two = (leading[0], 1) if len(leading) == 1 else (math.prod(leading[:-1]), leading[-1])
+    leading = x.shape[:-2] if plan.leading is None else plan.leading
+    at = _heads(x, leading, [*plan.biases, *(mask for mask, _ in plan.hidden)])
+    two = tuple(math.prod(leading[part]) for part in _parts(at))
     how = _masked(plan, (*two, *x.shape[-2:]), node.call.made)
     if how is not NotImplemented and node.call.prefer != "memory" and value.is_cpu and _slow(plan, how):
         how = NotImplemented
     if how is NotImplemented:
         return how
+    if "attn_mask" in how:
+        how["attn_mask"] = _in_four(how["attn_mask"], leading, at)
+    ordered = x.dim() != 4 or two == x.shape[:2]
+    if not ordered and how.get("attn_mask", query[:0]).numel() + query.numel() > x.numel():
+        return NotImplemented  # its result is copied, so that torch's products keep less
     node.use()
     if node.computed():
         return None
-    if "attn_mask" in how:
-        mask = torch.atleast_2d(how["attn_mask"])
-        how["attn_mask"] = mask[:, None] if len(leading) == 1 and mask.dim() == 3 else mask
     given = [t.reshape(*two, *t.shape[-2:]) for t in (query, key, value)]
     how["stock"] = products.Stock(True, "attn_mask" in how, shapes=tuple(t.shape for t in given), dropout_p=plan.p)
     o = sdpa.in_rows(*given, dropout_p=plan.p, scale=plan.scale, prefer=node.call.prefer, **how)
+    if not ordered:
+        o = o.reshape(*x.shape[:-1], o.shape[-1])
     return o.transpose(1, 2).contiguous()
+
+
+def _heads(x, leading, masks) -> int:
+    """From which of the leading dimensions on they are attention's heads: where masks stay smallest; where the result
+    has the order of x; the last."""
+    varies = [any(_lead(mask, leading)[i] > 1 for mask in masks) for i in range(len(leading))]
+
+    def size(at):
+        return math.prod(math.prod(leading[part]) for part in _parts(at) if any(varies[part]))
+
+    def order(at):
+        two, last = tuple(math.prod(leading[part]) for part in _parts(at)), max(len(leading) - 1, min(1, len(leading)))
+        return size(at), two != x.shape[:2], at != last
+
+    return min(range(len(leading) + 1), key=order)
+
+
+def _parts(at) -> tuple[slice, slice]:
+    return slice(at), slice(at, None)
+
+
+def _lead(mask, leading) -> tuple[int, ...]:
+    return (1,) * (len(leading) + 2 - max(mask.dim(), 2)) + mask.shape[:-2]
+
+
+def _in_four(mask, leading, at):
+    """A mask (leading ..., queries, keys) as (batch, heads, queries, keys)."""
+    if mask.dim() < 3:
+        return torch.atleast_2d(mask)
+    lead = _lead(mask, leading)
+    sizes = [leading[part] if math.prod(lead[part]) > 1 else (1,) * len(leading[part]) for part in _parts(at)]
+    whole = mask.reshape(*lead, *mask.shape[-2:]).expand(*sizes[0], *sizes[1], *mask.shape[-2:])
+    return whole.reshape(*map(math.prod, sizes), *mask.shape[-2:])
 
 
 def _slow(plan, how) -> bool:

@@ -5,6 +5,7 @@ be computed.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -85,7 +86,9 @@ def _plus(x, func, args, kwargs):
     if bias.dtype not in (plan.query.dtype, torch.float32):  # of a mask that torch's op takes
         return NotImplemented
     dtype = torch.promote_types(x.dtype, bias.dtype) if bias.dim() else x.dtype
-    return x.then(_with(func, x, args), dtype=dtype, biases=(*plan.biases, bias), leading=_leading(x, bias))
+    leading = _leading(x, bias)
+    biases = *_split(plan.biases, plan.leading, leading, x), *_split((bias,), x.shape[:-2], leading, x)
+    return x.then(_with(func, x, args), dtype=dtype, biases=biases, leading=leading)
 
 
 @recorder("masked_fill", "masked_fill_")
@@ -118,7 +121,11 @@ def _hidden(x, mask, number, step):
         return NotImplemented
     if not _belongs(x, mask) or mask.dtype is not torch.bool:
         return NotImplemented
-    return x.then(step, hidden=(*plan.hidden, (mask, number)), leading=_leading(x, mask))
+    leading = _leading(x, mask)
+    before = _split([m for m, _ in plan.hidden], plan.leading, leading, x)
+    hidden = [(m, number) for m in (*before, *_split((mask,), x.shape[:-2], leading, x))]
+    biases = _split(plan.biases, plan.leading, leading, x)
+    return x.then(step, biases=(*biases,), hidden=(*hidden,), leading=leading)
 
 
 def _belongs(x, mask) -> bool:
@@ -128,11 +135,35 @@ def _belongs(x, mask) -> bool:
         return False
     if any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)):
         return False
-    return plan.leading in (None, x.shape[:-2]) or mask.dim() <= 2
+    return mask.dim() <= 2 or _leading(x, mask) is not None
 
 
 def _leading(x, mask):
-    return x.shape[:-2] if mask.dim() > 2 else x._node.plan.leading
+    """The leading dimensions for masks, which are split into those of all of them; None if they cannot be."""
+    before, now = x._node.plan.leading, x.shape[:-2]
+    if mask.dim() <= 2 or before in (None, now):
+        return now if mask.dim() > 2 else before
+    cuts = sorted({math.prod(shape[i:]) for shape in (before, now) for i in range(len(shape) + 1)})
+    sizes = [b // a for a, b in itertools.pairwise(cuts) if b % a == 0]
+    return tuple(reversed(sizes)) if len(sizes) == len(cuts) - 1 else None
+
+
+def _split(masks, shape, leading, x) -> list[torch.Tensor]:
+    """Masks of scores with leading dimensions `shape`, as of those with `leading`, into which these are split."""
+    return [m if m.dim() <= 2 or shape == leading else _split_one(m, shape, leading, x) for m in masks]
+
+
+def _split_one(mask, shape, leading, x):
+    own = (1,) * (len(shape) - mask.dim() + 2) + mask.shape[:-2]
+    sizes, rest = [], list(leading)
+    for size, mine in zip(shape, own, strict=True):
+        part = 1
+        while part < size:
+            part *= rest[0]
+            sizes.append(min(mine, rest.pop(0)))
+    y = mask.reshape(*sizes, *mask.shape[-2:])
+    x._node.call.made.note(torch.Tensor.reshape, (mask, *y.shape), {}, y)
+    return y
 
 
 @recorder("softmax")

@@ -5,7 +5,7 @@ from convert_faults import FAULTS as FAULTS
 from convert_faults import _plant
 
 from hfnn.adapters import masks
-from hfnn.deferred import scores
+from hfnn.deferred import scored, scores
 from hfnn.ops.attention import sdpa
 
 
@@ -36,3 +36,9 @@ _plant(
 )
 _plant("scores written through a view", scores.Scores, "is_shared", lambda _: lambda scores: False)
 _plant("scores recorded in any state", scores.Node, "same_state", lambda _: lambda node: True)
+_plant(
+    "masks of the scores of another window",
+    scored,
+    "_split_one",
+    lambda split: lambda mask, *others: split(mask.roll(1, -3), *others),
+)

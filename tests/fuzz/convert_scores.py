@@ -11,7 +11,7 @@ PRODUCTS = ("@", "matmul", "bmm", "einsum", "tokens")
 SCALES = ("before", "after", "divided", "inplace", "negative", "tensor", "none")
 MASKS = (
     "none", "none", "tril", "inplace", "where", "view", "finite", "infinite", "learned", "both", "blind", "short",
-    "samples", "reversed",
+    "samples", "reversed", "windows", "joined",
 )  # fmt: skip
 SOFTMAXES = ("function", "method", "module", "float", "own")
 READS = (
@@ -122,6 +122,15 @@ class Scored(nn.Module):
             return scores.masked_fill(torch.arange(T) == 1, -1e4)
         if self.mask == "samples":
             return scores.masked_fill(padding, -math.inf)
+        if self.mask == "windows":  # this and the next: of the same scores in other leading dimensions
+            scores = scores + torch.arange(4 * T * T).sin().view(4, T, T).to(scores.dtype)
+            split = scores.view(-1, 2 - scores.shape[0] % 2, *scores.shape[1:])
+            split = split + torch.arange(split.shape[1]).view(-1, 1, 1, 1) * hidden.to(scores.dtype)
+            return split.view(scores.shape)
+        if self.mask == "joined":
+            split = scores.masked_fill(hidden[None, None], -math.inf).view(-1, T, T)
+            split = split.masked_fill(padding.expand(-1, 4, 1, T).reshape(-1, 1, T), -math.inf)
+            return split.view(scores.shape)
         if self.mask == "reversed":
             bias = torch.zeros(scores.shape, dtype=scores.dtype)
             bias += scores

@@ -15,7 +15,14 @@ PROGRAMS = [
     [*PLAIN[:at], each, *PLAIN[at + 1 :]] for at, choices in enumerate(CHOICES) for each in dict.fromkeys(choices)
 ]
 PROGRAMS += [["einsum", "inplace", mask, "float", read] for mask in CHOICES[2] for read in ("none", "two orders")]
-FAULTS = {name: FAULTS[name] for name in ("scores written through a view", "scores recorded in any state")}
+FAULTS = {
+    name: FAULTS[name]
+    for name in (
+        "scores written through a view",
+        "scores recorded in any state",
+        "masks of the scores of another window",
+    )
+}
 
 
 def results(model, x):
