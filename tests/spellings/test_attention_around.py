@@ -290,3 +290,29 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     owner, name, change = FAULTS[fault]
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     assert any(map(differ, NEAR))
+
+
+class Mixed(Attention):
+    """With a function of torch beside its products."""
+
+    def forward(self, x):
+        return F.gelu(super().forward(x))
+
+
+def test_functions_of_torch_beside_it_are_routed(monkeypatch):
+    """Also while its products are watched, but not under a mode of the user's, which might count them."""
+    ours = hfnn.convert(Mixed(), prefer="memory")
+    seen = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(2):
+        assert "GELU" in ours(draw()).grad_fn.name()
+        with torch.device("cpu"):
+            assert "GELU" in ours(draw()).grad_fn.name()
+    with Seen():
+        assert ours(draw()).grad_fn.name() == "GeluBackward0"
+    assert F.gelu in seen

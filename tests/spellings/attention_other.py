@@ -1,7 +1,8 @@
-"""Attention in windows of images, as Swin's; the units of attention.py."""
+"""Attention in windows of images, as Swin's, and torch's op in a module that has the products, too; the units of
+attention.py."""
 
 import torch
-from attention import BATCH, HEAD, HEADS, TOKENS, WIDTH, Packed, program
+from attention import BATCH, HEAD, HEADS, TOKENS, WIDTH, NanoGPT, Packed, program
 from torch import nn
 
 
@@ -27,6 +28,13 @@ class Windows(Packed):
         return self.c_proj(x).view(BATCH, TOKENS, C)
 
 
+class Fused(NanoGPT):
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.flash = True
+
+
 PROGRAMS = [
+    program(Fused, 6, 18, 0.1, draws=True),  # the result is copied to the order of tokens
     program(Windows, 6.5, 7, slow=True),  # the masks of an image's windows and heads, and the result in another order
 ]
