@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from haiscale import coordinator, launch, survive
 from haiscale.processes import Rank
-from haiscale.survive import connection
+from haiscale.survive import connection, training
 
 ROOT = Path(__file__).parents[1]
 MATRIX = ROOT / "tests/faults/matrix.py"
@@ -212,6 +212,22 @@ def test_code_that_catches_the_error_finishes_no_step(tmp_path):
     assert code == 0, out + error
     found = re.findall(r"\[rank 0\] finished (\d) (\d)", out)
     assert found == [("0", "0"), ("0", "1"), *(("1", str(step)) for step in range(2, 6))], out + error
+
+
+@pytest.mark.parametrize(
+    "text", ["[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+             "Application timeout caused pair closure", "hfreduce: nobody has set the key 'a' in the store"],
+)  # fmt: skip
+def test_errors_of_communication_without_a_type(text):
+    launcher = connection.Launcher(None, 1.0)
+    try:
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as cause:
+            raise ValueError("the step failed") from cause
+    except ValueError as error:
+        assert training._is_fault(error, launcher)
+    assert not training._is_fault(RuntimeError("the loss is nan"), launcher)
 
 
 class Alive:

@@ -25,7 +25,8 @@ from haiscale.survive.state import State
 
 T = TypeVar("T")
 _called: list[bool] = []  # not empty once `run` was
-_COMMUNICATION = re.compile(r"\b(gloo|hfreduce)\b")  # in errors that have no type of their own
+# In errors that have no type of their own; gloo's last one has no name of a file before it.
+_COMMUNICATION = re.compile(r"\b(gloo|hfreduce)\b|caused pair closure")
 
 
 def run(
