@@ -100,7 +100,10 @@ def test_blocks_run_on_ranks(page, tmp_path):
 
 # By page: the code before its first block, or before each block.
 ALONE = {
-    "README.md": MODEL + "inputs = (ids,)\nmodel.eval()\nloss = lambda model, ids: model(ids).logits.sum()\n",
+    **dict.fromkeys(
+        ("README.md", "docs/plan.md"),
+        MODEL + "inputs = (ids,)\nmodel.eval()\nloss = lambda model, ids: model(ids).logits.sum()\n",
+    ),
     "docs/compile.md": MODEL,
     "docs/hfrecord.md": (
         RECORDS,
