@@ -13,7 +13,7 @@ from torch import nn
 from torch._functorch.partitioners import get_default_op_list
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfnn.memory.keepers import _Spy
+from hfnn.memory.keepers import Spy
 from hfnn.memory.peak import tensors
 from hfnn.memory.saved import nodes, packed, unpack
 
@@ -63,7 +63,7 @@ class Written(TorchDispatchMode):
         for t in tensors(result):
             place = self.place(t)
             if place not in inputs:
-                self.made[place] = name in AGAIN, inputs, self.spy._running[-1]
+                self.made[place] = name in AGAIN, inputs, self.spy.running[-1]
                 self.ops[place] = name
         return result
 
@@ -81,7 +81,7 @@ class Floor:
 
 def floor(model: nn.Module, forward) -> Floor:
     """forward returns the loss."""
-    spy = _Spy(model)
+    spy = Spy(model)
     written = Written(spy, model.parameters())
 
     order = itertools.count()

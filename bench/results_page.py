@@ -266,8 +266,8 @@ TABLES = (
         "A linear map and its cross-entropy",
         "`hfnn.functional.linear_cross_entropy` keeps no logits. Hidden size 4096, vocabulary 128256, forward and "
         "backward: milliseconds, and peak MiB above the inputs. The peak includes the gradients, which take 1002 MiB "
-        "and more (`bench/run.py --head`; [notes](notes/linear_cross_entropy.md)). The error of the weight's gradient "
-        "is at most twice that of torch's single product; Liger's is up to four times.",
+        "and more (`bench/run.py --head`; [measurements](notes/linear_cross_entropy.md)). The error of the weight's "
+        "gradient is at most twice that of torch's single product; Liger's is up to four times.",
         "NVIDIA_H200-heads",
         {
             f"{tokens} tokens, {dtype}": {"case": f"{tokens}x4096x128256", "dtype": dtype}

@@ -45,10 +45,10 @@ def _gradients(dy, needs, how, x, scale, shift):
 
 
 def _second(dy, needs, how, x, scale, shift):
-    of_shift = how[-1]
-    if shift is None and of_shift is not None:  # any value will do if backward does not read it
+    _, number, dtype, _, of_shift = how
+    x = dy.new_zeros(dy.shape, dtype=dtype) if x is None else x  # any values will do if backward does not read them
+    if shift is None and of_shift is not None:
         shift = dy.new_zeros(of_shift)
-    number = how[1]
     own = lambda x, scale, shift: reference(x, scale if number is None else number, shift)  # noqa: E731
     return double_backward(own, (x, scale, shift), needs, dy)
 

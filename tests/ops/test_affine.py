@@ -39,6 +39,23 @@ def test_every_bit_is_torchs(scale, shift, dtypes, frozen):
         assert got.dtype is want.dtype and got.stride() == want.stride() and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("scale", SMALL)
+@pytest.mark.parametrize("shift", ["row", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives(scale, shift, frozen):
+    double = torch.float64
+    given = leaf(torch.randn(3, 5, 16), double), leaf(SMALL[scale](), double, not frozen), leaf(SMALL[shift](), double)
+    leaves = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+    dy = torch.randn(3, 5, 16, dtype=double, requires_grad=True)
+    found = []
+    for y in (affine(*given, prefer="memory"), reference(*given)):
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        square = sum(g.square().sum() for g in first)
+        found.append([*first, *torch.autograd.grad(square, [*leaves, dy], allow_unused=True)])
+    for got, want in zip(*found, strict=True):
+        assert (got is None) == (want is None) and (got is None or torch.allclose(got, want))
+
+
 def test_large_factors_and_other_shapes_are_torchs():
     x = torch.randn(3, 5, 16, requires_grad=True)
     for scale in (torch.randn(3, 5, 16), torch.randn(2, 3, 5, 16), torch.randn(2, 1, 1, 1)):
