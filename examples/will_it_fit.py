@@ -1,7 +1,7 @@
 """Which batch fits a GPU? Three models of transformers and one of this file's own, planned without a GPU.
 
 python examples/will_it_fit.py            # a GPU of 24 GiB
-python examples/will_it_fit.py 80GiB 2    # of 80 GiB, and the first two layers alone
+python examples/will_it_fit.py 80GiB 2    # a GPU of 80 GiB, models of two layers
 """
 
 import itertools

@@ -143,10 +143,9 @@ class Plan:
         for row, axes in zip(rows, panels, strict=True):
             phases, kinds = zip(*row.curve, strict=True)
             axes.stackplot(range(len(kinds)), *([each[k] / 2**30 for each in kinds] for k in KINDS), labels=KINDS)
-            axes.set(
-                title=row.mode, ylabel="GiB", xlim=(0, len(kinds) - 1), xticks=[phases.index(p) for p in set(phases)]
-            )
-            axes.set_xticklabels(set(phases), ha="left")
+            begins = {phase: phases.index(phase) for phase in phases}
+            axes.set(title=row.mode, ylabel="GiB", xlim=(0, len(kinds) - 1))
+            axes.set_xticks(list(begins.values()), list(begins), ha="left")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", reverse=True)
         figure.savefig(path, dpi=150)
 

@@ -181,6 +181,14 @@ def test_16_bit_numbers_that_a_gpu_computes_in_float32(name):
         assert found == pytest.approx(both("cuda"), rel=0.05)
 
 
+def test_softmax_of_16_bit_numbers_has_second_derivatives():
+    with FakeTensorMode(), hfnn.as_if(), torch.autocast("cpu", torch.bfloat16):
+        x = fake(8, 8, dtype=torch.bfloat16)
+        (first,) = torch.autograd.grad(nn.functional.cross_entropy(x, torch.zeros(8).long()), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.float().square().sum(), x)
+        assert first.dtype is second.dtype is x.dtype and second.shape == x.shape
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to compare with")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit", "whisper"])

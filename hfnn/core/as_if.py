@@ -88,7 +88,10 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
 
 class _Softmax(torch.autograd.Function):
-    """softmax or log_softmax, in float32, of 16-bit numbers. A GPU makes no copy of these in float32."""
+    """softmax or log_softmax, in float32, of 16-bit numbers. A GPU makes no copy of these in float32.
+
+    There are no values, so one result stands for both. Under create_graph it depends on what torch's depends on.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -99,13 +102,14 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype)
+        (y,) = ctx.saved_tensors
+        return (grad * y).to(ctx.dtype) if torch.is_grad_enabled() else torch.empty_like(y, dtype=ctx.dtype)
 
 
 def _softmax(input, dim=None, _stacklevel=3, dtype=None):
     if dtype is None and torch.is_autocast_enabled("cpu"):
         dtype = torch.float32
-    return _Softmax.apply(input) if dtype is torch.float32 and input.itemsize == 2 else NotImplemented
+    return _Softmax.apply(input) if dtype is torch.float32 and _is_half(input) else NotImplemented
 
 
 def _softmax_of_torch(input, dim=None, dtype=None):
@@ -114,7 +118,7 @@ def _softmax_of_torch(input, dim=None, dtype=None):
 
 def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
                    label_smoothing=0.0):  # fmt: skip
-    if input.itemsize != 2 or not torch.is_autocast_enabled("cpu") or label_smoothing or target.is_floating_point():
+    if label_smoothing or target.is_floating_point() or not (torch.is_autocast_enabled("cpu") and _is_half(input)):
         return NotImplemented
     return F.nll_loss(_Softmax.apply(input), target, weight, size_average, ignore_index, reduce, reduction)
 
@@ -128,8 +132,13 @@ _OWN = {
 }
 
 
+def _is_half(x) -> bool:
+    """Whether x is a tensor of 16-bit floating-point numbers."""
+    return type(x) in PLAIN and x.is_floating_point() and x.itemsize == 2
+
+
 def _wide(x):
-    return x.float() if type(x) in PLAIN and x.is_floating_point() and x.itemsize == 2 else x
+    return x.float() if _is_half(x) else x
 
 
 @contextlib.contextmanager

@@ -4,9 +4,12 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfnn.core import parts
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -46,7 +49,7 @@ class Live(TorchDispatchMode):
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # what a FakeTensor's device is: the most frequent op of a step
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent op of a step without values
             return args[0].fake_device
         kwargs = kwargs or {}
         # A storage that first appears as an argument existed before.
